@@ -1,0 +1,83 @@
+"""Job: what the user wants. Everything else follows from it and can be pinned."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Trainer = Literal["sft", "dpo", "kto", "reward", "grpo", "rloo"]
+Goal = Literal["fastest", "longest", "fewest_gpus", "headroom"]
+
+MAX_SEQ_LEN = 2**27
+"""134 million tokens: far beyond any run, small enough that byte counts stay sane."""
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class LoraSpec(_Document):
+    """Adapter shape, as PEFT's LoraConfig takes it."""
+
+    r: int = Field(16, ge=1, le=65536, description="Rank of the adapter.")
+    alpha: int | None = Field(None, ge=1, description="Scaling numerator; 2 x r when left out.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the adapter; keeps one more tensor per module.")
+    target_modules: str | list[str] = Field(
+        "all-linear", description="`all-linear`, or module names such as [q_proj, v_proj]."
+    )
+
+    @field_validator("target_modules")
+    @classmethod
+    def _targets(cls, value: str | list[str]) -> str | list[str]:
+        if isinstance(value, str) and value != "all-linear":
+            value = [part.strip() for part in value.split(",")]
+        if isinstance(value, list) and (not value or not all(value)):
+            raise ValueError("name at least one module, or write all-linear")
+        return value
+
+
+class DataSpec(_Document):
+    """Training data and how rows become sequences."""
+
+    dataset: str | None = Field(None, description="Hub id, or a local .jsonl, .json, .parquet or .csv file.")
+    split: str = Field("train", description="Split of a hub data set.")
+    packing: bool = Field(False, description="Put several rows into one sequence of seq_len tokens.")
+
+
+class Job(_Document):
+    """A fine-tuning job. `trlfit schema job` prints this as JSON Schema."""
+
+    model: str = Field(min_length=1, description="Hub id, local folder, or a config.json.")
+    trainer: Trainer = "sft"
+    method: Literal["full", "lora", "qlora"] = "full"
+    lora: LoraSpec = Field(default_factory=LoraSpec)
+    quantization: Literal["nf4", "nf4-double", "int8"] = Field("nf4", description="Base weights under qlora.")
+    data: DataSpec = Field(default_factory=DataSpec)
+    seq_len: int = Field(4096, ge=8, le=MAX_SEQ_LEN, description="Longest sequence in tokens.")
+    global_batch: int = Field(8, ge=1, le=1_000_000, description="Sequences per optimizer step over all GPUs.")
+    machine: str = Field("local", min_length=1, description="local, cpu, NxCARD, or a machine.json.")
+    nodes: int = Field(1, ge=1, le=1024)
+    stack: dict[str, str] = Field(default_factory=dict, description="Package versions to plan for; others as installed.")
+    allow: list[Literal["numerics", "method"]] = Field(
+        default_factory=list, description="What the planner may alter on its own; otherwise it is only offered."
+    )
+    goal: Goal = "fastest"
+    reserve: float = Field(0.05, ge=0, lt=1, description="Share of each card kept free.")
+    trl: dict[str, Any] = Field(default_factory=dict, description="Passed through to the trainer's config.")
+    pins: dict[str, Any] = Field(default_factory=dict, description="Knob -> value that the planner must keep.")
+
+    @field_validator("stack", mode="before")
+    @classmethod
+    def _stack_text(cls, value: Any) -> Any:
+        # YAML reads 1.16 as a float; a version written that way has already lost its zeros.
+        if isinstance(value, dict):
+            for package, version in value.items():  # pyright: ignore[reportUnknownVariableType]
+                if not isinstance(version, str):
+                    raise ValueError(f"put the version of {package} in quotes: '{version}'")
+        return value  # pyright: ignore[reportUnknownVariableType]
+
+    @model_validator(mode="after")
+    def _unique(self) -> Job:
+        self.allow = list(dict.fromkeys(self.allow))
+        return self

@@ -1,0 +1,46 @@
+"""Units at the edge: everything inside is bytes (int), tokens (int) and seconds (float)."""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+
+
+def gib(num_bytes: float) -> float:
+    """Bytes as GiB (2^30), for people."""
+    return num_bytes / GIB
+
+
+def format_gib(num_bytes: float, digits: int = 1) -> str:
+    """``62914560000`` as ``58.6``: GiB with a fixed number of digits and no unit."""
+    return f"{num_bytes / GIB:,.{digits}f}"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes with the unit that keeps three figures: ``512 B``, ``1.5 KiB``, ``58.6 GiB``."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable: the last unit always returns")
+
+
+def format_count(count: float) -> str:
+    """A parameter count the way the field writes it: ``8.19 B``, ``596.0 M``, ``12.3 k``."""
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= limit:
+            return f"{count / limit:,.2f} {unit}"
+    return f"{count:,.0f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds as people say them: ``0.42 s``, ``34.6 s``, ``6 min 20 s``, ``2 h 05 min``."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    if seconds < 7200:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"

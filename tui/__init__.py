@@ -1,0 +1,1 @@
+"""Screens and widgets over the planner and the launcher; holds the console script."""
