@@ -34,11 +34,14 @@ class Card(_Document):
     total_bytes: int = Field(ge=0)
     used_bytes: int = Field(0, ge=0)
     free_bytes: int = Field(0, ge=0)
+    reserved_bytes: int = Field(0, ge=0, description="Kept by the driver: in the total, neither used nor free.")
     compute_capability: str | None = None
     pcie_generation: int | None = None
     pcie_width: int | None = None
     nvlink_peers: list[int] = Field(default_factory=list, description="Indices of cards with an active NVLink to this one.")
     mig_mode: Literal["off", "on", "slice"] | None = None
+    compute_share: float = Field(1.0, gt=0, le=1, description="Share of the card's compute units, below 1 for a slice.")
+    memory_share: float = Field(1.0, gt=0, le=1, description="Share of its memory and bandwidth, below 1 for a slice.")
     virtual: bool = Field(False, description="A vGPU: the hypervisor owns part of the card.")
     utilisation_percent: int | None = None
     temperature_c: int | None = None
@@ -56,6 +59,7 @@ class Host(_Document):
     total_bytes: int = Field(ge=0)
     available_bytes: int = Field(ge=0)
     cores: int = Field(ge=1)
+    limits: list[str] = Field(default_factory=list, description="What keeps a process below the whole host, in sentences.")
 
 
 class Machine(_Document):
