@@ -1,4 +1,4 @@
-"""Machine: the cards and the host of one node type, read live, named, or loaded from another box's inventory."""
+"""Machine: the cards and the host of one node type, read live, named, or from an inventory."""
 
 from __future__ import annotations
 
@@ -19,38 +19,65 @@ class GpuProcess(_Document):
     pid: int
     name: str | None = None
     user: str | None = None
-    memory_bytes: int | None = Field(None, ge=0, description="None where the driver does not tell (WSL2, containers).")
-    own: bool = Field(False, description="Started by this user.")
+    memory_bytes: int | None = Field(
+        default=None, ge=0, description="None where the driver does not tell (WSL2, containers)."
+    )
+    own: bool = Field(default=False, description="Started by this user.")
 
 
 class Card(_Document):
     """One GPU, or one MIG slice, as a process would see it."""
 
-    index: int = Field(ge=0, description="Position among the cards that CUDA_VISIBLE_DEVICES leaves visible.")
-    physical_index: int | None = Field(None, description="NVML's own index.")
+    index: int = Field(
+        ge=0, description="Position among the cards that CUDA_VISIBLE_DEVICES leaves visible."
+    )
+    physical_index: int | None = Field(default=None, description="NVML's own index.")
     uuid: str | None = None
     name: str = Field(description="NVML's product name.")
-    card_id: str | None = Field(None, description="Id in the card table (`trlfit cards`), None when it is not known.")
+    card_id: str | None = Field(
+        default=None,
+        description="Id in the card table (`trlfit cards`), None when it is not known.",
+    )
     total_bytes: int = Field(ge=0)
-    used_bytes: int = Field(0, ge=0)
-    free_bytes: int = Field(0, ge=0)
-    reserved_bytes: int = Field(0, ge=0, description="Kept by the driver: in the total, neither used nor free.")
+    used_bytes: int = Field(default=0, ge=0)
+    free_bytes: int = Field(default=0, ge=0)
+    reserved_bytes: int = Field(
+        default=0, ge=0, description="Kept by the driver: in the total, neither used nor free."
+    )
     compute_capability: str | None = None
     pcie_generation: int | None = None
     pcie_width: int | None = None
-    nvlink_peers: list[int] = Field(default_factory=list, description="Indices of cards with an active NVLink to this one.")
+    nvlink_peers: list[int] = Field(
+        default_factory=list[int], description="Indices of cards with an active NVLink to this one."
+    )
     mig_mode: Literal["off", "on", "slice"] | None = None
-    compute_share: float = Field(1.0, gt=0, le=1, description="Share of the card's compute units, below 1 for a slice.")
-    memory_share: float = Field(1.0, gt=0, le=1, description="Share of its memory and bandwidth, below 1 for a slice.")
-    virtual: bool = Field(False, description="A vGPU: the hypervisor owns part of the card.")
+    compute_share: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Share of the card's compute units, below 1 for a slice.",
+    )
+    memory_share: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Share of its memory and bandwidth, below 1 for a slice.",
+    )
+    virtual: bool = Field(
+        default=False, description="A vGPU: the hypervisor owns part of the card."
+    )
     utilisation_percent: int | None = None
     temperature_c: int | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
-    processes: list[GpuProcess] = Field(default_factory=list)
+    processes: list[GpuProcess] = Field(default_factory=list[GpuProcess])
     usable: bool = True
-    problem: str | None = Field(None, description="One sentence when the card cannot be used.")
-    unknown: dict[str, str] = Field(default_factory=dict, description="Field that could not be read -> why, in a sentence.")
+    problem: str | None = Field(
+        default=None, description="One sentence when the card cannot be used."
+    )
+    unknown: dict[str, str] = Field(
+        default_factory=dict, description="Field that could not be read -> why, in a sentence."
+    )
 
 
 class Host(_Document):
@@ -59,23 +86,31 @@ class Host(_Document):
     total_bytes: int = Field(ge=0)
     available_bytes: int = Field(ge=0)
     cores: int = Field(ge=1)
-    limits: list[str] = Field(default_factory=list, description="What keeps a process below the whole host, in sentences.")
+    limits: list[str] = Field(
+        default_factory=list, description="What keeps a process below the whole host, in sentences."
+    )
 
 
 class Machine(_Document):
     """What a run can use. `trlfit gpus --json` prints one; `--machine FILE` reads it back."""
 
-    schema_: Literal["trlfit.machine/1"] = Field("trlfit.machine/1", alias="schema")
+    schema_: Literal["trlfit.machine/1"] = Field(default="trlfit.machine/1", alias="schema")
     model_config = ConfigDict(extra="forbid", populate_by_name=True, serialize_by_alias=True)
 
     origin: Literal["nvml", "named", "file", "cpu"]
-    spec: str = Field(description="How the user named it: `local`, `cpu`, `8xH100-80GB`, a file name.")
-    cards: list[Card] = Field(default_factory=list)
-    host: Host | None = Field(None, description="None for a named machine: the host's memory is not known.")
-    nodes: int = Field(1, ge=1)
+    spec: str = Field(
+        description="How the user named it: `local`, `cpu`, `8xH100-80GB`, a file name."
+    )
+    cards: list[Card] = Field(default_factory=list[Card])
+    host: Host | None = Field(
+        default=None, description="None for a named machine: the host's memory is not known."
+    )
+    nodes: int = Field(default=1, ge=1)
     driver_version: str | None = None
     cuda_version: str | None = None
-    notes: list[str] = Field(default_factory=list, description="Sentences about what could not be read, and why.")
+    notes: list[str] = Field(
+        default_factory=list, description="Sentences about what could not be read, and why."
+    )
 
     @property
     def usable_cards(self) -> list[Card]:

@@ -8,8 +8,19 @@ from packaging.version import InvalidVersion, Version
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 PACKAGES: tuple[str, ...] = (
-    "torch", "transformers", "trl", "accelerate", "peft", "datasets", "deepspeed", "bitsandbytes", "flash-attn",
-    "kernels", "liger-kernel", "torchao", "transformer-engine",
+    "torch",
+    "transformers",
+    "trl",
+    "accelerate",
+    "peft",
+    "datasets",
+    "deepspeed",
+    "bitsandbytes",
+    "flash-attn",
+    "kernels",
+    "liger-kernel",
+    "torchao",
+    "transformer-engine",
 )
 """Distributions that change what a run allocates or may do, by their names on PyPI."""
 
@@ -21,11 +32,19 @@ class Stack(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    python: str | None = Field(None, description="Path of the training Python, None when the stack was only stated.")
+    python: str | None = Field(
+        default=None,
+        description="Path of the training Python, None when the stack was only stated.",
+    )
     python_version: str | None = None
-    versions: dict[str, str] = Field(default_factory=dict, description="Package -> version; absent packages are left out.")
+    versions: dict[str, str] = Field(
+        default_factory=dict, description="Package -> version; absent packages are left out."
+    )
     origin: dict[str, Origin] = Field(default_factory=dict)
-    cuda: str | None = Field(None, description="CUDA version torch was built for; None for a CPU build or when not known.")
+    cuda: str | None = Field(
+        default=None,
+        description="CUDA version torch was built for; None for a CPU build or when not known.",
+    )
     notes: list[str] = Field(default_factory=list)
 
     @field_validator("versions")
@@ -35,7 +54,9 @@ class Stack(BaseModel):
             try:
                 Version(text)
             except InvalidVersion:
-                raise ValueError(f"{package}={text} is not a version; write for example {package}=1.16.0") from None
+                raise ValueError(
+                    f"{package}={text} is not a version; write for example {package}=1.16.0"
+                ) from None
         return value
 
     def version(self, package: str) -> Version | None:
@@ -46,4 +67,6 @@ class Stack(BaseModel):
     def has(self, package: str, minimum: str | None = None) -> bool:
         """Whether the package is there, at ``minimum`` or newer."""
         version = self.version(package)
-        return version is not None and (minimum is None or version.release >= Version(minimum).release)
+        return version is not None and (
+            minimum is None or version.release >= Version(minimum).release
+        )
