@@ -1,0 +1,130 @@
+"""The command-line surface: argparse with one flag per job field, and flags to nested job values."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, NoReturn
+
+from launcher.errors import UsageError
+
+DESCRIPTION = "Fit a Hugging Face TRL fine-tuning run to the GPUs you have."
+
+EPILOG = """\
+exit codes: 0 done, 1 our bug, 2 bad input, 3 nothing fits, 4 the environment lacks something, 5 a probe failed,
+6 the training failed, 130 interrupted"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that reports through our one error line instead of printing usage twice."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of exiting, so that every error leaves by one door."""
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
+def tokens(text: str) -> int:
+    """A token count: ``4096``, ``1_048_576``, ``128k`` (1,024s), ``1M``."""
+    plain = text.strip().replace(",", "").replace("_", "")
+    scale = {"k": 1024, "m": 1024**2}.get(plain[-1:].lower(), 1)
+    digits = plain[:-1] if scale > 1 else plain
+    if not digits.isascii() or not digits.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write 4096, 128k or 1M")
+    return int(digits) * scale
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, sign, value = text.partition("=")
+    if not sign or not key.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return key.strip(), value.strip()
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    return [_pair(part) for part in text.split(",") if part.strip()]
+
+
+def _words(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+FLAG_FIELDS = {
+    "trainer": "trainer", "method": "method", "lora_r": "lora.r", "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout", "lora_targets": "lora.target_modules", "quantization": "quantization",
+    "dataset": "data.dataset", "split": "data.split", "packing": "data.packing", "seq_len": "seq_len",
+    "global_batch": "global_batch", "machine": "machine", "nodes": "nodes", "stack": "stack", "goal": "goal",
+    "reserve": "reserve", "allow": "allow", "trl": "trl", "pin": "pins",
+}
+"""argparse destination -> dotted job field."""
+
+
+def add_job_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that mirror the job file. Every default is None: only what was given is merged."""
+    job = parser.add_argument_group("job (mirrors the job file; flags win)")
+    job.add_argument("--job", type=Path, metavar="FILE", help="job file to start from")
+    job.add_argument("--trainer", metavar="NAME", help="sft | dpo | kto | reward | grpo | rloo")
+    job.add_argument("--method", metavar="NAME", help="full | lora | qlora")
+    job.add_argument("--lora-r", type=int, metavar="N", help="adapter rank")
+    job.add_argument("--lora-alpha", type=int, metavar="N", help="adapter scaling; 2 x r when left out")
+    job.add_argument("--lora-dropout", type=float, metavar="P")
+    job.add_argument("--lora-targets", metavar="NAMES", help="all-linear, or q_proj,v_proj,...")
+    job.add_argument("--quantization", metavar="NAME", help="nf4 | nf4-double | int8 (qlora)")
+    job.add_argument("--dataset", metavar="DATA", help="hub id or local .jsonl, .json, .parquet, .csv")
+    job.add_argument("--split", metavar="NAME")
+    job.add_argument("--packing", action=argparse.BooleanOptionalAction, default=None)
+    job.add_argument("--seq-len", type=tokens, metavar="N", help="longest sequence; 128k and 1M are understood")
+    job.add_argument("--global-batch", type=int, metavar="N", help="sequences per optimizer step over all GPUs")
+    job.add_argument("--machine", metavar="SPEC", help="local | cpu | 8xH100-80GB | machine.json")
+    job.add_argument("--nodes", type=int, metavar="N")
+    job.add_argument("--stack", type=_pairs, action="extend", metavar="trl=1.16.0,...", help="versions to plan for")
+    job.add_argument("--goal", metavar="NAME", help="fastest | longest | fewest_gpus | headroom")
+    job.add_argument("--reserve", type=float, metavar="SHARE", help="share of each card kept free")
+    job.add_argument("--allow", type=_words, metavar="WHAT", help="numerics,method: what the planner may alter")
+    job.add_argument("--pin", type=_pair, action="append", metavar="KNOB=VALUE", help="repeatable")
+    job.add_argument("--trl", type=_pair, action="append", metavar="KEY=VALUE", help="passed to the trainer's config; repeatable")
+    parser.add_argument("--python", metavar="PATH", help="the Python that will train; default: the one running trlfit")
+
+
+def job_flags(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+    """(nested job values, dotted field -> flag) of the flags that were given."""
+    nested: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for destination, field in FLAG_FIELDS.items():
+        value = getattr(args, destination, None)
+        if value is None:
+            continue
+        flag = "--" + destination.replace("_", "-")
+        if destination in ("stack", "pin", "trl"):
+            value = _mapping(value, flag)
+            names |= {f"{field}.{key}": flag for key in value}
+        else:
+            names[field] = flag
+        target = nested
+        *parents, leaf = field.split(".")
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        target[leaf] = value
+    if getattr(args, "trl", None):
+        nested["trl"] = {key: _scalar(text) for key, text in nested["trl"].items()}
+    if getattr(args, "model", None):
+        nested["model"], names["model"] = args.model, "MODEL"
+    return nested, names
+
+
+def _mapping(pairs: list[tuple[str, str]], flag: str) -> dict[str, str]:
+    out: dict[str, str] = {}
+    for key, value in pairs:
+        if out.get(key, value) != value:
+            raise UsageError(f"{flag}: {key} is given as {out[key]!r} and as {value!r}; give it once")
+        out[key] = value
+    return out
+
+
+def _scalar(text: str) -> Any:
+    """A flag's text as YAML would read it, so that --trl and the job file mean the same."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text

@@ -1,0 +1,149 @@
+"""Job documents: YAML and flags to a validated Job, with the origin of every value. Flags beat the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from launcher.errors import UsageError
+from planner.job import Job
+
+MAX_JOB_BYTES = 2**20
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice instead of keeping the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            try:
+                repeated = key in seen
+            except TypeError:
+                raise yaml.constructor.ConstructorError(None, None, "a key is not a plain word", key_node.start_mark) from None
+            if repeated:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_text(path: Path, what: str, limit: int = MAX_JOB_BYTES) -> str:
+    """Text of a small document.
+
+    Raises:
+        UsageError: missing, unreadable, a folder, too large, or not text.
+    """
+    try:
+        if path.is_dir():
+            raise UsageError(f"{what} {str(path)!r} is a folder; give a file")
+        if path.stat().st_size > limit:
+            raise UsageError(f"{what} {str(path)!r} is larger than {limit // 1024} KiB; is it the right file?")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"{what} {str(path)!r} does not exist") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{what} {str(path)!r} is not a text file") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{what} {str(path)!r} cannot be read ({reason})") from None
+
+
+def load_job_file(path: Path) -> dict[str, Any]:
+    """The mapping in a job file, unvalidated.
+
+    Raises:
+        UsageError: not YAML, not a mapping, a key twice; with the line.
+    """
+    text = read_text(path, "job file")
+    try:
+        data = yaml.load(text, Loader=_StrictLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f" line {mark.line + 1}" if mark else ""
+        raise UsageError(f"job file {str(path)!r}{line}: {error.problem or error.context}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        first = str(error).splitlines()[0] if str(error) else "too deeply nested"
+        raise UsageError(f"job file {str(path)!r}: not valid YAML ({first})") from None
+    if data is None:
+        raise UsageError(f"job file {str(path)!r} is empty; it needs at least a line such as model: Qwen/Qwen3-8B")
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):  # pyright: ignore[reportUnknownVariableType]
+        raise UsageError(f"job file {str(path)!r} is not a mapping of fields; start with a line such as model: Qwen/Qwen3-8B")
+    return data  # pyright: ignore[reportUnknownVariableType]
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        current = merged.get(key)
+        merged[key] = _merge(current, value) if isinstance(current, dict) and isinstance(value, Mapping) else value  # pyright: ignore[reportUnknownArgumentType]
+    return merged
+
+
+def _origins(data: Mapping[str, Any], origin: str, prefix: str = "") -> dict[str, str]:
+    """Dotted leaf -> origin."""
+    out: dict[str, str] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            out |= _origins(value, origin, f"{prefix}{key}.")  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            out[prefix + key] = origin
+    return out
+
+
+def validation_line(error: ValidationError, where: str) -> str:
+    """The first problem of a validation, as one line that names the field."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function"))
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "is not a field of a job; see `trlfit schema job`"
+        return f"{where}: {field} {message}"
+    given = first.get("input")
+    shown = f" (given {str(given)[:60]!r})" if isinstance(given, (str, int, float)) else ""
+    return f"{where}: {field}: {message[:1].lower()}{message[1:]}{shown}" if field else f"{where}: {message}"
+
+
+def resolve_job(
+    file: Path | None, flags: Mapping[str, Any], flag_names: Mapping[str, str]
+) -> tuple[Job, dict[str, str]]:
+    """Merge file and flags over the defaults.
+
+    Args:
+        file: job file, or None.
+        flags: nested values given on the command line only.
+        flag_names: dotted field -> flag that set it.
+
+    Returns:
+        The job, and for every field where its value came from.
+
+    Raises:
+        UsageError: one line naming the field, the file or flag, and what is allowed.
+    """
+    from_file = load_job_file(file) if file is not None else {}
+    if file is not None and "model" not in from_file and "model" not in flags:
+        raise UsageError(f"job file {str(file)!r} names no model; add a line such as model: Qwen/Qwen3-8B")
+    if file is not None:
+        _validated(from_file if "model" in from_file else {**from_file, "model": str(flags["model"])}, f"job file {str(file)!r}")
+    merged = _merge(from_file, flags)
+    if "model" not in merged:
+        raise UsageError("no model given; name one, for example: trlfit plan Qwen/Qwen3-8B")
+    job = _validated(merged, "flags")
+    origins = dict.fromkeys(_origins(job.model_dump(mode="json"), "default"), "default")
+    if file is not None:
+        origins |= _origins(from_file, file.name)
+    origins |= {field: flag_names.get(field, "flag") for field in _origins(flags, "flag")}
+    return job, origins
+
+
+def _validated(data: Mapping[str, Any], where: str) -> Job:
+    try:
+        return Job.model_validate(data)
+    except ValidationError as error:
+        raise UsageError(validation_line(error, where)) from None
+    except RecursionError:
+        raise UsageError(f"{where}: nested too deeply") from None

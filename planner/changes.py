@@ -1,0 +1,118 @@
+"""Changes: the smallest alterations of the job or the machine that would fit, or help. Offered, never made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from planner.choice import Alters
+from planner.machine import Machine
+from planner.problem import PlanInput, Problem, make_problem, method_label, with_job
+from planner.search import Candidate, SearchResult, search
+from planner.units import format_gib, format_seconds
+from profiles.releases import newest_trl
+
+MIN_GAIN = 0.10
+"""A change is offered beside a plan that fits only when it saves at least this share of the step."""
+SHORTEST_OFFERED = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One alteration, how to ask for it, and the best plan under it."""
+
+    lever: str
+    alters: Alters
+    flags: str
+    sentence: str
+    candidate: Candidate
+
+
+def _best(inputs: PlanInput, goal: str) -> tuple[Problem, SearchResult]:
+    problem = make_problem(inputs)
+    return problem, search(problem.judge, problem.options, goal)
+
+
+def _try(inputs: PlanInput, lever: str, alters: Alters, flags: str, what: str) -> Change | None:
+    goal = inputs.job.goal if inputs.job.goal != "longest" else "fastest"
+    _, result = _best(inputs, goal)
+    best = result.best
+    if best is None:
+        return None
+    memory = best.memory
+    speed = f", {format_seconds(best.step_s)} per step" if best.time else ""
+    sentence = f"{what}: fits with {format_gib(memory.device_bytes)} GiB per GPU{speed}"
+    return Change(lever=lever, alters=alters, flags=flags, sentence=sentence, candidate=best)
+
+
+def _more_cards(machine: Machine) -> Iterator[tuple[int, Machine]]:
+    """The same machine with more of its own card, twice and four times as many."""
+    for factor in (2, 4, 8):
+        cards = [
+            card.model_copy(update={"index": index, "uuid": None})
+            for index, card in enumerate(card for _ in range(factor) for card in machine.usable_cards)
+        ]
+        yield len(cards), machine.model_copy(update={"cards": cards, "origin": "named"})
+
+
+def changes_that_fit(inputs: PlanInput) -> list[Change]:
+    """When nothing fits: each lever on its own, in the order of how little it alters.
+
+    8-bit optimizer or pure bf16, LoRA, QLoRA, a newer TRL, fewer tokens, more GPUs.
+    """
+    job = inputs.job
+    found: list[Change | None] = []
+    if "numerics" not in job.allow:
+        allowed = with_job(inputs, allow=[*job.allow, "numerics"])
+        found.append(_try(allowed, "numerics", "numerics", "--allow numerics", "lighter weights or optimizer states"))
+    methods = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[job.method]
+    for method in methods:
+        found.append(
+            _try(with_job(inputs, method=method), method, "method", f"--method {method}", f"{method_label(method)} instead of {method_label(job.method)}")  # type: ignore[arg-type]
+        )
+    newest = newest_trl()
+    if inputs.stack.has("trl") and not inputs.stack.has("trl", newest):
+        stack = inputs.stack.model_copy(update={"versions": {**inputs.stack.versions, "trl": newest}})
+        found.append(_try(replace(inputs, stack=stack), "newer TRL", "nothing", f"--stack trl={newest}", f"TRL {newest}"))
+    found.append(_shorter(inputs))
+    if inputs.machine.usable_cards:
+        for count, machine in _more_cards(inputs.machine):
+            change = _try(
+                replace(inputs, machine=machine), "more GPUs", "nothing", f"--machine {count}x{inputs.profile.id if inputs.profile else 'CARD'}",
+                f"{count} such GPUs",
+            )
+            if change is not None:
+                found.append(change)
+                break
+    return [change for change in found if change is not None]
+
+
+def _shorter(inputs: PlanInput) -> Change | None:
+    """The longest power-of-two fraction of the sequence that fits."""
+    length = inputs.job.seq_len // 2
+    while length >= SHORTEST_OFFERED:
+        change = _try(with_job(inputs, seq_len=length), "fewer tokens", "nothing", f"--seq-len {length}", f"sequences of {length:,} tokens")
+        if change is not None:
+            return change
+        length //= 2
+    return None
+
+
+def changes_that_help(inputs: PlanInput, best: Candidate) -> list[Change]:
+    """When a plan fits: lighter numerics, if they save a tenth of the step or more."""
+    if "numerics" in inputs.job.allow or best.time is None or inputs.job.method != "full":
+        return []
+    allowed = with_job(inputs, allow=[*inputs.job.allow, "numerics"])
+    _, result = _best(allowed, "fastest")
+    faster = [c for c in result.fitting if c.alters == "numerics" and c.step_s < best.step_s * (1 - MIN_GAIN)]
+    if not faster:
+        return []
+    found = faster[0]
+    gain = 1 - found.step_s / best.step_s
+    held = f"{found.choice.weights} weights, {found.choice.optimizer}"
+    return [
+        Change(
+            lever="numerics", alters="numerics", flags="--allow numerics",
+            sentence=f"{held}: {gain:.0%} less time per step, but other rounding than fp32 states", candidate=found,
+        )
+    ]

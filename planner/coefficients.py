@@ -1,0 +1,71 @@
+"""Coefficients: bytes per layer kind as affine functions of tokens. The seam between evidence and simulation.
+
+Closed forms (``planner.formula``) make them today without torch; a trace of the real classes or a measured probe makes
+the same values with better evidence. The simulation (``planner.memory``) does not know which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Evidence = Literal["formula", "traced", "measured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """Bytes as a function of one rank's tokens."""
+
+    per_token: float = 0.0
+    constant: float = 0.0
+    per_token_pair: float = 0.0
+    """Bytes per (token, position of its sequence): a materialised mask or score matrix."""
+
+    def at(self, tokens: int, sequence: int) -> int:
+        """Bytes at ``tokens`` tokens on this rank, in sequences of ``sequence`` tokens."""
+        return int(self.per_token * tokens + self.constant + self.per_token_pair * tokens * sequence)
+
+    def __add__(self, other: Affine) -> Affine:
+        return Affine(
+            self.per_token + other.per_token,
+            self.constant + other.constant,
+            self.per_token_pair + other.per_token_pair,
+        )
+
+
+ZERO = Affine()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """What one decoder layer of one kind allocates on one rank, weights and gradients aside."""
+
+    saved: Affine
+    """Kept from forward to backward when nothing is recomputed, the layer's input included."""
+    boundary: Affine
+    """Kept under full recompute: the layer's input."""
+    selective: Affine
+    """Kept under selective recompute: the input, the attention output and its log-sum-exp."""
+    forward_transient: Affine
+    """Highest extra allocation while the layer runs forward, above what it saves or keeps."""
+    recompute_extra: Affine
+    """While the layer runs backward after being recomputed: everything above the kept boundary at the worst moment."""
+    backward_transient: Affine
+    """While the layer runs backward without recompute: above its saved tensors at the worst moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coefficients:
+    """All activation terms of one architecture under one set of options."""
+
+    layers: tuple[LayerBytes, ...]
+    """In the order of ``Architecture.kinds``."""
+    model_saved: Affine
+    """Kept outside the layers: embedding output that no layer keeps, rotary tables, masks, input ids."""
+    final_norm_saved: Affine
+    """Kept by the final normalisation, its output (the hidden states that the loss reads) included."""
+    evidence: Evidence
+    relative_error: float
+    """Half-width of the interval as a share of the predicted peak, from a stated comparison."""
+    source: str
+    """One sentence: where the numbers come from, and for which versions."""

@@ -1,0 +1,54 @@
+"""From tensor bytes to what the card shows: allocator-visible workspaces, reserved slack, context.
+
+Constants are physical and named; the interval of the estimate covers what they miss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.choice import Choice
+from planner.hardware import Hardware
+from planner.units import MIB
+
+CUBLAS_WORKSPACE_BYTES = {9: 32 * MIB + 65536, 10: 32 * MIB + 65536}
+"""cuBLAS workspace of one stream by major compute capability (torch CUDAContextLight, default CUBLAS_WORKSPACE_CONFIG)."""
+CUBLAS_WORKSPACE_DEFAULT_BYTES = 8 * MIB + 128 * 1024
+"""The same before Hopper: :4096:2:16:8."""
+CONTEXT_BYTES = 500 * MIB
+"""CUDA context with torch's kernels loaded: 0.4 to 0.6 GiB on cards from Ampere to Hopper. Not measured here."""
+NCCL_BYTES = 800 * MIB
+"""NCCL communicators and their channels on one card of a node: 0.3 to 1.2 GiB. Not measured here."""
+SLACK_SHARE = 0.03
+"""Reserved over allocated with expandable segments on: rounding to 2 MiB pages and short-lived holes. The median over
+published runs without expandable segments is larger, so written runs always switch them on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBytes:
+    """The three metrics at the peak: ``max_memory_allocated``, ``max_memory_reserved``, NVML's used."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    context_bytes: int
+
+    @property
+    def slack_bytes(self) -> int:
+        """Reserved but not allocated."""
+        return self.reserved_bytes - self.allocated_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """What NVML would show for this process."""
+        return self.reserved_bytes + self.context_bytes
+
+
+def device_bytes(choice: Choice, hardware: Hardware, tensor_bytes: int) -> DeviceBytes:
+    """Metrics of a run whose tensors peak at ``tensor_bytes``."""
+    if hardware.device == "cpu":
+        return DeviceBytes(allocated_bytes=tensor_bytes, reserved_bytes=tensor_bytes, context_bytes=0)
+    major = int((hardware.compute_capability or "0").split(".")[0])
+    allocated = tensor_bytes + CUBLAS_WORKSPACE_BYTES.get(major, CUBLAS_WORKSPACE_DEFAULT_BYTES)
+    reserved = allocated + int(SLACK_SHARE * allocated)
+    context = CONTEXT_BYTES + (NCCL_BYTES if choice.num_gpus > 1 else 0)
+    return DeviceBytes(allocated_bytes=allocated, reserved_bytes=reserved, context_bytes=context)

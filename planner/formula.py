@@ -1,0 +1,190 @@
+"""Formula tier: closed forms of what a Hugging Face decoder layer keeps and allocates, per token.
+
+The counts follow the modelling code of transformers 5: which inputs autograd keeps for each operator, in which
+dtype, given that RMSNorm computes in fp32, that autocast casts each linear's input on its own, and that a frozen
+linear keeps no input. H hidden, F intermediate, Q heads x head_dim, K kv_heads x head_dim, all in elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from planner.adapters import lora_modules
+from planner.architecture import Architecture, LayerKind
+from planner.coefficients import Affine, Coefficients, LayerBytes
+
+FORMULA_ERROR = 0.15
+"""Half-width said for this tier. Against 43 whole-model traces of five families (tests/planner/data/traced.jsonl) the
+median error is under 4 % and the worst under 15 %; tests/planner/test_memory_traced.py holds it to that."""
+
+SOURCE = "closed forms of transformers 5 decoder layers; checked against whole-model traces of five families"
+
+_FP32_NORM_FAMILIES = ("gemma", "t5gemma", "vaultgemma", "recurrent_gemma")
+"""RMSNorm that multiplies by (1 + weight) in fp32 and so keeps its normalised value in fp32 as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationOptions:
+    """Everything besides the architecture that changes what a layer keeps."""
+
+    residual_bytes: int
+    """Bytes per element of the residual stream: 4 under fp32 weights with autocast, else the compute dtype's."""
+    compute_bytes: int
+    """Bytes per element inside matmuls."""
+    trains_base: bool
+    """Full training: base linears and norms keep inputs for their own gradients."""
+    lora_targets: str | tuple[str, ...] | None = None
+    lora_r: int = 0
+    lora_dropout: bool = False
+    adapter_bytes: int = 4
+    attention: str = "sdpa"
+    masked: bool = False
+    """A 2-D mask is materialised for full-attention layers too: padded rows, or packed rows without flash attention."""
+
+
+@lru_cache(maxsize=256)
+def formula_coefficients(architecture: Architecture, options: ActivationOptions) -> Coefficients:
+    """Coefficients of ``architecture`` by closed forms.
+
+    Args:
+        architecture: shapes; every kind is priced once.
+        options: dtypes, method, attention and masking.
+
+    Returns:
+        Coefficients with ``evidence`` ``formula``.
+    """
+    layers = tuple(_layer(architecture, kind, options) for kind in architecture.kinds)
+    hidden, residual = architecture.hidden, options.residual_bytes
+    head_dim = max((k.head_dim for k in architecture.kinds), default=0)
+    rotary = 2 * head_dim * options.residual_bytes
+    mask = 1.0 if _needs_mask(architecture, options) else 0.0
+    # A frozen norm still keeps the fp32 value that its own input gradient needs.
+    norm = _norm_saved(architecture.model_type, hidden, options)
+    return Coefficients(
+        layers=layers,
+        # Two int64 per token (ids and labels) and the rotary tables.
+        model_saved=Affine(16 + rotary, 0, mask),
+        final_norm_saved=Affine(norm + residual * hidden),
+        evidence="formula",
+        relative_error=FORMULA_ERROR,
+        source=SOURCE,
+    )
+
+
+def _needs_mask(architecture: Architecture, options: ActivationOptions) -> bool:
+    if options.attention == "flash_attention_2":
+        return False
+    sliding = any(k.attention in ("sliding", "chunked") for k in architecture.kinds)
+    return options.masked or sliding or options.attention == "eager"
+
+
+def _norm_saved(model_type: str, width: int, o: ActivationOptions) -> float:
+    """Bytes per token that one RMSNorm over ``width`` keeps, its output not counted."""
+    fp32_copy = 4 * width  # the residual stream itself when that is fp32
+    if not o.trains_base:
+        return fp32_copy
+    normalised = 4 if model_type.startswith(_FP32_NORM_FAMILIES) else o.residual_bytes
+    return fp32_copy + normalised * width
+
+
+def _layer(architecture: Architecture, kind: LayerKind, o: ActivationOptions) -> LayerBytes:
+    attention_saved, attention_pairs, attention_peak = _attention(architecture, kind, o)
+    mlp_saved, mlp_peak = _mlp(kind, o)
+    norms = kind.num_norms * _norm_saved(architecture.model_type, architecture.hidden, o)
+    saved = norms + attention_saved + mlp_saved + _adapters(architecture, kind, o)
+    boundary = float(o.residual_bytes * architecture.hidden)
+    kept = o.compute_bytes * kind.heads * (kind.value_head_dim or kind.head_dim) + 4 * kind.heads
+    # The gradient of the layer's output lives through its whole backward.
+    backward = boundary + max(mlp_peak, attention_peak)
+    return LayerBytes(
+        saved=Affine(saved, 0, attention_pairs),
+        boundary=Affine(boundary),
+        selective=Affine(boundary + kept),
+        forward_transient=Affine(_forward_transient(kind, architecture.hidden, o), 0, attention_pairs),
+        recompute_extra=Affine(saved + backward, 0, 2 * attention_pairs),
+        backward_transient=Affine(backward, 0, attention_pairs),
+    )
+
+
+def _linear_input(width: int, num_linears: int, trained: bool, o: ActivationOptions) -> float:
+    """Bytes per token that ``num_linears`` linears reading the same tensor keep of it."""
+    if not trained:
+        return 0.0
+    copies = num_linears if o.residual_bytes != o.compute_bytes else 1
+    return float(copies * o.compute_bytes * width)
+
+
+def _attention(architecture: Architecture, kind: LayerKind, o: ActivationOptions) -> tuple[float, float, float]:
+    """(bytes kept per token, bytes kept per token pair, transient per token in backward) of the attention block."""
+    hidden, c = architecture.hidden, o.compute_bytes
+    projections = [m for m in kind.linears if m.role == "attention"]
+    inputs = _linear_input(hidden, max(len(projections) - 1, 1), o.trains_base, o)
+    q = kind.heads * kind.head_dim
+    k = kind.kv_heads * kind.head_dim
+    v = kind.kv_heads * (kind.value_head_dim or kind.head_dim)
+    out = kind.heads * (kind.value_head_dim or kind.head_dim)
+    if kind.attention == "linear":
+        # Gated delta rule: mixed q/k/v before and after the convolution, gates, and the chunked states, all kept.
+        width = sum(m.out_features * m.count for m in projections[:-1])
+        return inputs + 4 * c * width, 0.0, 2.0 * c * width
+    saved = inputs
+    if kind.qk_norm != "none":
+        saved += sum(_norm_saved(architecture.model_type, w, o) for w in (q, k))
+    repeated = o.attention != "flash_attention_2" and (o.masked or kind.attention in ("sliding", "chunked"))
+    kv = (q + out) if repeated else (k + v)
+    saved += c * (q + kv + out) + 4 * kind.heads
+    pairs = 0.0
+    if o.attention == "eager":
+        # Scores: softmax in fp32 and its bf16 copy are kept; a soft cap keeps the tanh as well.
+        pairs = kind.heads * (4.0 + c + (c if kind.attention_softcap else 0.0))
+    if repeated and kind.kv_heads != kind.heads:
+        saved += c * (k + v)
+    return saved, pairs, float(c * (q + k + v + out))
+
+
+def _mlp(kind: LayerKind, o: ActivationOptions) -> tuple[float, float]:
+    """(bytes kept per token, transient per token in backward) of the MLP or the experts."""
+    c = o.compute_bytes
+    saved = peak = 0.0
+    dense = [m for m in kind.linears if m.role == "mlp"]
+    if dense and kind.intermediate:
+        width = kind.intermediate
+        hidden = dense[0].in_features
+        saved += _linear_input(hidden, max(len(dense) - 1, 1), o.trains_base, o)
+        kept = (4 if kind.gated else 2) if o.trains_base else (3 if kind.gated else 1)
+        saved += kept * c * width
+        peak = max(peak, 2.0 * c * width)
+    for experts, top_k, width, hidden in _routed(kind):
+        # Rows are gathered per expert, so everything is kept top_k times; the router keeps fp32 probabilities.
+        kept = 4 * width + 3 * hidden if o.trains_base else 3 * width + 2 * hidden
+        saved += c * top_k * kept + 8 * experts
+        peak = max(peak, c * top_k * (2.0 * width + 2.0 * hidden))
+    return saved, peak
+
+
+def _routed(kind: LayerKind) -> list[tuple[int, int, int, int]]:
+    """(experts, experts per token, width, hidden) of the mixture, if the layer has one."""
+    if kind.experts is None:
+        return []
+    e = kind.experts
+    return [(e.num_experts, e.experts_per_token, e.intermediate, e.hidden)]
+
+
+def _adapters(architecture: Architecture, kind: LayerKind, o: ActivationOptions) -> float:
+    """Bytes per token that LoRA adds: a cast copy of each adapted module's input, and the rank-r value."""
+    if o.lora_targets is None:
+        return 0.0
+    modules = lora_modules(architecture, o.lora_targets)[architecture.kinds.index(kind)]
+    per_copy = o.compute_bytes * (2 if o.lora_dropout else 1)
+    return float(sum(m.count * m.tokens_share * (per_copy * m.in_features + o.compute_bytes * o.lora_r) for m in modules))
+
+
+def _forward_transient(kind: LayerKind, hidden: int, o: ActivationOptions) -> float:
+    """Bytes per token at the widest moment of a forward that keeps nothing: gate, activation and up together."""
+    c = o.compute_bytes
+    mlp = 3.0 * c * kind.intermediate if kind.gated else 2.0 * c * kind.intermediate
+    for _, top_k, width, h in _routed(kind):
+        mlp = max(mlp, c * top_k * (3.0 * width + 2.0 * h))
+    attention = c * (2.0 * kind.heads + 2.0 * kind.kv_heads) * kind.head_dim
+    return max(mlp, attention) + 3.0 * o.residual_bytes * hidden

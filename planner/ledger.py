@@ -1,0 +1,176 @@
+"""The ledger: every byte of one choice, by parameter group and role, and by phase and part, with formula and source."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.adapters import lora_modules
+from planner.architecture import Architecture
+from planner.blocks import Block
+from planner.choice import Choice, Method
+from planner.memory import OFFLOAD_BANDS, MemoryModel, rank_tokens
+from planner.plan_json import memory_json, time_json
+from planner.problem import Problem
+from planner.search import Candidate
+from planner.states import Roles
+from planner.units import format_bytes
+
+LEDGER_SCHEMA = "trlfit.ledger/1"
+GROUPS = ("embedding", "attention", "mlp", "experts", "norms", "head", "other")
+
+STATE_SOURCES = {
+    "none": "torch autocast on one GPU: parameters, gradients and AdamW states in the dtype the weights are loaded in",
+    "ddp": "torch DDP: every rank holds everything, and a bucket copy of the gradients",
+    "zero": "deepspeed/runtime/zero: bf16 parameters and gradients, fp32 master partition and moments",
+    "fsdp": "accelerate/utils/fsdp_utils.py: trainable parameters become fp32 shards under mixed precision",
+}
+
+
+def state_source(choice: Choice) -> str:
+    """Where the dtypes at rest of this sharding come from."""
+    for prefix in ("none", "ddp", "zero"):
+        if choice.sharding.startswith(prefix):
+            return STATE_SOURCES[prefix]
+    return STATE_SOURCES["fsdp"]
+
+
+def group_blocks(architecture: Architecture, method: Method, lora_r: int, targets: str | tuple[str, ...]) -> dict[str, Block]:
+    """Parameters of each group by fate; adapters are a group of their own."""
+    out: dict[str, Block] = {}
+    quantised: dict[str, int] = {}
+    if method == "qlora":
+        for kind in architecture.layers():
+            for module in kind.linears:
+                quantised[module.role] = quantised.get(module.role, 0) + module.num_weights
+    for group in GROUPS:
+        count = architecture.parameters_of(group)  # type: ignore[arg-type]
+        if not count:
+            continue
+        packed = quantised.get(group, 0)
+        out[group] = Block(trained=count) if method == "full" else Block(frozen=count - packed, quantised=packed)
+    if method != "full":
+        modules = lora_modules(architecture, targets)
+        adapters = sum(
+            m.count * lora_r * (m.in_features + m.out_features)
+            for index in architecture.order for m in modules[index]
+        )
+        out["adapters"] = Block(adapter=adapters)
+    return out
+
+
+def _role_bytes(block: Block, roles: dict[str, Roles]) -> dict[str, int]:
+    """Bytes on one GPU of the five roles of one group."""
+    fates = {"trained": block.trained, "frozen": block.frozen, "quantised": block.quantised, "adapters": block.adapter}
+    total = dict.fromkeys(("weights", "gradients", "master", "moment1", "moment2"), 0.0)
+    for fate, count in fates.items():
+        r = roles[fate]
+        total["weights"] += count * r.weights / r.weights_ranks
+        total["gradients"] += count * r.gradients / r.gradients_ranks
+        for role, width in (("master", r.master), ("moment1", r.moment1), ("moment2", r.moment2)):
+            total[role] += count * width / r.optimizer_ranks
+    return {role: int(size) for role, size in total.items()}
+
+
+def _states_text(block: Block, roles: dict[str, Roles], role: str) -> str:
+    """``8,190,735,360 x 4 B / 8 GPUs`` for one role over every fate that has it."""
+    terms: list[str] = []
+    fates = {"trained": block.trained, "frozen": block.frozen, "quantised": block.quantised, "adapters": block.adapter}
+    for fate, count in fates.items():
+        r = roles[fate]
+        width = getattr(r, role)
+        ranks = {"weights": r.weights_ranks, "gradients": r.gradients_ranks}.get(role, r.optimizer_ranks)
+        if count and width:
+            terms.append(f"{count:,} {fate} x {width:g} B" + (f" / {ranks} GPUs" if ranks > 1 else ""))
+    return " + ".join(terms) or "none"
+
+
+class _Texts:
+    """Formulas with numbers in them for the parts of a phase."""
+
+    def __init__(self, model: MemoryModel, choice: Choice, roles: dict[str, Roles]) -> None:
+        self.model, self.choice, self.roles = model, choice, roles
+        self.total = model.blocks(choice.method).total
+        self.coefficients, _ = model.evaluated(choice)
+        self.tokens = rank_tokens(model.job, choice)
+
+    def formula(self, part: str, phase: str) -> str:
+        """How the bytes of ``part`` come about in ``phase``."""
+        if part in ("weights", "gradients", "master", "moment1", "moment2"):
+            text = _states_text(self.total, self.roles, part)
+            return f"up to {text}, as far as backward has come" if part == "gradients" and phase == "backward" else text
+        arch = self.model.job.architecture
+        if part == "saved_activations":
+            kept = {"none": "every layer's saved tensors", "selective": "layer inputs and attention outputs"}.get(
+                self.choice.recompute, "layer inputs"
+            )
+            bands = f", {OFFLOAD_BANDS} layers of them on the card" if "activations" in self.choice.offload else ""
+            return f"{kept} of {arch.num_layers} layers x {self.tokens:,} tokens{bands}"
+        if part == "recompute":
+            return f"one layer at work on {self.tokens:,} tokens" if phase != "step" else "the optimizer's own copies"
+        if part == "loss":
+            return f"{self.choice.loss_path}: {self.tokens:,} tokens x {arch.vocab:,} vocabulary, hidden {arch.hidden:,}"
+        return {
+            "gather": "unsharded weights in use and prefetched" + (", keys and values of the ring" if self.choice.cp > 1 else ""),
+            "buckets": "gradient buckets and the copy being reduced",
+            "casts": "2 B copies of fp32 weights that autocast keeps",
+            "offload_buffers": "buffers on the way to the host",
+            "context": "CUDA context and communicators",
+            "slack": "reserved by the allocator beyond what is allocated",
+        }[part]
+
+    def source(self, part: str) -> str:
+        """Where the formula comes from."""
+        if part in ("weights", "gradients", "master", "moment1", "moment2"):
+            return state_source(self.choice)
+        if part in ("saved_activations", "recompute"):
+            return self.coefficients.source
+        return {
+            "loss": "the loss code of this TRL release (planner/loss_memory.py)",
+            "gather": "torch fully_shard and deepspeed defaults (planner/sharding_memory.py)",
+            "buckets": "torch DDP, fully_shard and deepspeed defaults (planner/sharding_memory.py)",
+            "casts": "torch.autocast weight cache",
+            "offload_buffers": "torch saved_tensors_hooks",
+            "context": "constant, not measured on this card (planner/device_memory.py)",
+            "slack": "constant share, not measured on this card (planner/device_memory.py)",
+        }[part]
+
+
+def ledger(problem: Problem, candidate: Candidate) -> dict[str, Any]:
+    """The `trlfit.ledger/1` document of one candidate."""
+    job, choice, memory = problem.inputs.job, candidate.choice, candidate.memory
+    shared = problem.judge.memory.job
+    groups = group_blocks(shared.architecture, choice.method, shared.lora_r, shared.lora_targets)
+    texts = _Texts(problem.judge.memory, choice, memory.roles)
+    return {
+        "schema": LEDGER_SCHEMA,
+        "job": {**job.model_dump(mode="json"), "origin": dict(problem.inputs.origins)},
+        "choice": choice.to_json(),
+        "fits": candidate.fits,
+        "memory": memory_json(memory),
+        "time": time_json(candidate.time),
+        "groups": [
+            {
+                "group": name,
+                "parameters": block.trained + block.frozen + block.quantised + block.adapter,
+                "trainable": block.trainable,
+                "bytes": _role_bytes(block, memory.roles),
+                "formula": _states_text(block, memory.roles, "weights"),
+            }
+            for name, block in groups.items()
+        ],
+        "phases": [
+            {
+                "name": phase.name,
+                "bytes": phase.bytes,
+                "parts": [
+                    {
+                        "part": part, "bytes": size, "text": format_bytes(size),
+                        "formula": texts.formula(part, phase.name), "source": texts.source(part),
+                    }
+                    for part, size in phase.parts.items()
+                    if size
+                ],
+            }
+            for phase in memory.phases
+        ],
+    }

@@ -1,0 +1,94 @@
+"""From a Machine document and a card's profile to the Hardware that the models read."""
+
+from __future__ import annotations
+
+from planner.hardware import GIGA, TERA, Hardware
+from planner.machine import Card, Machine
+from profiles.cards import CardProfile
+
+CPU_CORE_FLOPS = 30e9
+"""fp32 multiply-adds x 2 per second and core that small training matmuls reach on current server cores. A guess: the
+interval of CPU times is a factor of four each way."""
+CPU_BANDWIDTH = 20e9
+"""Host memory bytes per second for the same; a guess as well."""
+
+
+def cpu_hardware(machine: Machine, processes: int | None = None) -> Hardware:
+    """The host itself, as one device with ``processes`` ranks (1 unless asked)."""
+    host = machine.host
+    cores = host.cores if host else 1
+    ranks = processes or 1
+    return Hardware(
+        device="cpu", name="CPU", gpus_per_node=ranks, nodes=machine.nodes,
+        capacity_bytes=host.available_bytes // ranks if host else None,
+        matmul_flops=cores * CPU_CORE_FLOPS / ranks, fp32_flops=cores * CPU_CORE_FLOPS / ranks,
+        bandwidth=CPU_BANDWIDTH / ranks, link=CPU_BANDWIDTH / 4, link_name="loopback", host_link=None,
+        host_available_bytes=None, rates_source=f"guessed from {cores} cores",
+    )
+
+
+def gpu_hardware(machine: Machine, profile: CardProfile | None) -> Hardware:
+    """The usable cards of one node, described by the weakest of them.
+
+    Args:
+        machine: with at least one usable card.
+        profile: rates of that card; None leaves times unknown.
+    """
+    cards = sorted(machine.usable_cards, key=lambda card: (_taken(card), card.index))
+    smallest = min(card.total_bytes for card in cards)
+    capability = min((c.compute_capability for c in cards if c.compute_capability), default=None, key=_capability)
+    if capability is None and profile is not None:
+        capability = profile.compute_capability
+    nvlink = profile is not None and profile.nvlink_total_gb_s > 0 and _all_linked(machine)
+    pcie = _pcie_bytes_per_s(cards, profile)
+    host = machine.host
+    return Hardware(
+        device="cuda", name=profile.id if profile else cards[0].name, gpus_per_node=len(cards), nodes=machine.nodes,
+        capacity_bytes=smallest, taken_bytes=tuple(_taken(card) for card in cards),
+        card_indices=tuple(card.index for card in cards), compute_capability=capability,
+        matmul_flops=_flops(profile), fp32_flops=profile.fp32_tflops * TERA if profile and profile.fp32_tflops else None,
+        bandwidth=profile.hbm_gb_s * GIGA if profile else None,
+        link=profile.nvlink_total_gb_s * GIGA / 2 if nvlink and profile else pcie,
+        link_name="NVLink" if nvlink else "PCIe", host_link=pcie,
+        power_w=max((c.power_limit_w for c in cards if c.power_limit_w), default=profile.tdp_w if profile else None),
+        host_available_bytes=host.available_bytes if host else None,
+        rates_source="; ".join(profile.sources) if profile else "",
+    )
+
+
+def _taken(card: Card) -> int:
+    return card.used_bytes
+
+
+def _capability(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))
+
+
+def _flops(profile: CardProfile | None) -> float | None:
+    if profile is None:
+        return None
+    rate = profile.bf16_tflops or profile.fp16_tflops or profile.fp32_tflops
+    return rate * TERA if rate else None
+
+
+def _all_linked(machine: Machine) -> bool:
+    """Every usable card reaches every other over NVLink; a named machine is taken to be built that way."""
+    if machine.origin == "named":
+        return True
+    indices = {card.index for card in machine.usable_cards}
+    return all(indices - {card.index} <= set(card.nvlink_peers) for card in machine.usable_cards)
+
+
+PCIE_LANE_BYTES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
+"""Bytes per second and lane, one way, after line coding (PCI-SIG base specifications)."""
+
+
+def _pcie_bytes_per_s(cards: list[Card], profile: CardProfile | None) -> float | None:
+    measured = [
+        PCIE_LANE_BYTES[card.pcie_generation] * card.pcie_width
+        for card in cards
+        if card.pcie_generation in PCIE_LANE_BYTES and card.pcie_width
+    ]
+    if measured:
+        return min(measured)
+    return profile.host_link_gb_s * GIGA if profile else None

@@ -1,0 +1,104 @@
+"""Pins: knobs that the user fixed, read from flags or YAML into typed values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+from planner.choice import (
+    LOSS_PATHS,
+    OFFLOAD_TARGETS,
+    RECOMPUTES,
+    SHARDINGS,
+    Attention,
+    MixedPrecision,
+    Weights,
+)
+from planner.optimizers import find_optimizer
+
+
+class PinError(ValueError):
+    """A pin that names no knob, or no value of its knob."""
+
+
+def _word(*words: str) -> Callable[[str, Any], str]:
+    def parse(knob: str, value: Any) -> str:
+        text = str(value).strip()
+        # YAML reads a bare no as False; as a precision it is the word.
+        if value is False and "no" in words:
+            text = "no"
+        if text not in words:
+            raise PinError(f"{knob}={text} is not a value of this knob; choose one of {', '.join(words)}")
+        return text
+
+    return parse
+
+
+def _size(knob: str, value: Any) -> int:
+    try:
+        number = int(str(value))
+    except ValueError:
+        number = 0
+    if isinstance(value, bool) or not 1 <= number <= 1_000_000:
+        raise PinError(f"{knob}={value} is not a size; give a whole number from 1")
+    return number
+
+
+def _offload(knob: str, value: Any) -> frozenset[str]:
+    parts = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
+    words = frozenset(text for part in parts if (text := str(part).strip()))
+    unknown = sorted(words - set(OFFLOAD_TARGETS))
+    if unknown:
+        raise PinError(f"{knob}={unknown[0]} is not a value of this knob; use a subset of {', '.join(OFFLOAD_TARGETS)}")
+    return words
+
+
+def _optimizer(knob: str, value: Any) -> str:
+    try:
+        return find_optimizer(str(value).strip()).name
+    except ValueError as error:
+        raise PinError(f"{knob}: {error}") from None
+
+
+def _route(knob: str, value: Any) -> str:
+    if str(value) != "bf16":
+        raise PinError(f"{knob}={value} is not a route that can be launched yet; known: bf16")
+    return "bf16"
+
+
+PARSERS: dict[str, Callable[[str, Any], Any]] = {
+    "loss_path": _word(*LOSS_PATHS),
+    "recompute": _word(*RECOMPUTES),
+    "offload": _offload,
+    "sharding": _word(*SHARDINGS),
+    "cp": _size,
+    "sp": _size,
+    "tp": _size,
+    "dp_shard": _size,
+    "dp_replicate": _size,
+    "micro_batch": _size,
+    "grad_accum": _size,
+    "optimizer": _optimizer,
+    "weights": _word(*get_args(Weights)),
+    "mixed_precision": _word(*get_args(MixedPrecision)),
+    "attention": _word(*get_args(Attention)),
+    "precision": _route,
+    "gpus": _size,
+}
+"""Knob -> parser. ``gpus`` is the number of cards to use over all nodes."""
+
+
+def parse_pins(pins: Mapping[str, Any]) -> dict[str, Any]:
+    """Typed pins; a pin without a value (YAML null) leaves its knob open.
+
+    Raises:
+        PinError: an unknown knob or value; the message names both and what is allowed.
+    """
+    parsed: dict[str, Any] = {}
+    for knob, value in pins.items():
+        parser = PARSERS.get(knob)
+        if parser is None:
+            raise PinError(f"{knob} is not a knob; knobs: {', '.join(PARSERS)}")
+        if value is not None:
+            parsed[knob] = parser(knob, value)
+    return parsed

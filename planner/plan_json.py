@@ -1,0 +1,100 @@
+"""Values to the JSON of `trlfit.plan/1`. Only plain types; floats rounded so that equal inputs give equal bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from planner.architecture import Architecture
+from planner.blocks import Blocks
+from planner.memory import MemoryEstimate
+from planner.search import Candidate
+from planner.step_time import TimeEstimate
+
+
+def round_significant(value: float, digits: int = 6) -> float:
+    """``value`` with ``digits`` significant digits."""
+    return float(f"{value:.{digits}g}")
+
+
+def memory_json(memory: MemoryEstimate) -> dict[str, Any]:
+    """One choice's peaks, interval, phases and roles."""
+    return {
+        "allocated_bytes": memory.allocated_bytes,
+        "reserved_bytes": memory.reserved_bytes,
+        "device_bytes": memory.device_bytes,
+        "host_bytes": {"pinned": memory.host_pinned_bytes, "pageable": memory.host_pageable_bytes},
+        "capacity_bytes": memory.capacity_bytes,
+        "headroom_bytes": memory.headroom_bytes,
+        "low_bytes": memory.low_bytes,
+        "high_bytes": memory.high_bytes,
+        "peak_phase": memory.peak_phase,
+        "evidence": memory.evidence,
+        "phases": [
+            {"name": phase.name, "bytes": phase.bytes, "parts": {part: size for part, size in phase.parts.items() if size}}
+            for phase in memory.phases
+        ],
+        "roles": {group: roles.to_json() for group, roles in memory.roles.items()},
+    }
+
+
+def time_json(time: TimeEstimate | None) -> dict[str, Any] | None:
+    """Seconds of one step, or None where the card's rates are not known."""
+    if time is None:
+        return None
+    return {
+        "step_s": round_significant(time.step_s),
+        "low_s": round_significant(time.low_s),
+        "high_s": round_significant(time.high_s),
+        "tokens_per_s": round_significant(time.tokens_per_s),
+        "tokens_per_s_per_gpu": round_significant(time.tokens_per_s_per_gpu),
+        "mfu": round_significant(time.mfu, 4) if time.mfu is not None else None,
+        "parts": {part: round_significant(seconds) for part, seconds in time.parts.items()},
+        "evidence": time.evidence,
+    }
+
+
+def candidate_json(
+    candidate: Candidate, *, why: Sequence[str], files: Sequence[str], warnings: Sequence[str], cards: Sequence[int]
+) -> dict[str, Any]:
+    """One candidate as the plan prints it."""
+    return {
+        "choice": candidate.choice.to_json(),
+        "alters": candidate.alters,
+        "fits": candidate.fits,
+        "num_gpus": candidate.choice.num_gpus,
+        "cards": list(cards),
+        "memory": memory_json(candidate.memory),
+        "time": time_json(candidate.time),
+        "why": list(why),
+        "files": list(files),
+        "warnings": list(warnings),
+    }
+
+
+def architecture_json(architecture: Architecture, blocks: Blocks) -> dict[str, Any]:
+    """Shapes and counts, with where they came from."""
+    return {
+        "model": architecture.model,
+        "model_type": architecture.model_type,
+        "origin": architecture.origin,
+        "parameters": {
+            "total": architecture.num_parameters,
+            "trainable": blocks.total.trainable,
+            "adapters": blocks.total.adapter,
+            "active": architecture.active_parameters,
+        },
+        "groups": {
+            role: architecture.parameters_of(role)
+            for role in ("embedding", "attention", "mlp", "experts", "norms", "head", "other")
+        },
+        "layers": architecture.num_layers,
+        "layer_kinds": [kind.name for kind in architecture.kinds],
+        "hidden": architecture.hidden,
+        "vocab": architecture.vocab,
+        "tied": architecture.tied,
+        "max_positions": architecture.max_positions,
+        "notes": list(architecture.notes),
+    }
+
+

@@ -1,0 +1,153 @@
+"""Search: judge every frame, find its largest fitting micro-batch, rank what fits, keep the closest of what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from planner.choice import Alters, Choice
+from planner.hardware import Hardware
+from planner.memory import MemoryEstimate, MemoryModel
+from planner.rules import Refusal, RuleContext, first_refusal
+from planner.space import SpaceOptions, frames, micro_batches
+from planner.step_time import TimeEstimate, TimeModel
+
+GROUPS: tuple[Alters, ...] = ("nothing", "numerics", "method")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One judged choice."""
+
+    choice: Choice
+    alters: Alters
+    memory: MemoryEstimate
+    time: TimeEstimate | None
+
+    @property
+    def fits(self) -> bool:
+        """The card and the host hold it, reserve included."""
+        return self.memory.fits
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per step; infinite when the card's rates are not known."""
+        return self.time.step_s if self.time else float("inf")
+
+
+@dataclass(slots=True)
+class SearchResult:
+    """Everything the plan needs to say."""
+
+    fitting: list[Candidate] = field(default_factory=list[Candidate])
+    near_misses: list[Candidate] = field(default_factory=list[Candidate])
+    rejected: dict[str, tuple[int, Refusal, Choice]] = field(default_factory=dict[str, tuple[int, Refusal, Choice]])
+    """Rule id -> (how many, the first refusal, its choice)."""
+    judged: int = 0
+
+    @property
+    def best(self) -> Candidate | None:
+        """The first of what fits."""
+        return self.fitting[0] if self.fitting else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """The models and rules that every candidate of one job is held against."""
+
+    memory: MemoryModel
+    time: TimeModel
+    rules: RuleContext
+    hardware: Hardware
+
+    def judge(self, choice: Choice, alters: Alters) -> Candidate:
+        """Memory and time of one choice, rules aside."""
+        memory = self.memory.estimate(choice)
+        return Candidate(choice=choice, alters=alters, memory=memory, time=self.time.estimate(choice))
+
+
+NEAR_MISSES = 64
+"""Kept while searching; the plan shows the closest few."""
+
+
+def search(judge: Judge, options: SpaceOptions, goal: str) -> SearchResult:
+    """Judge the whole space.
+
+    Memory grows with the micro-batch at a fixed frame, so the first micro-batch that does not fit ends its frame.
+    """
+    result = SearchResult()
+    misses: list[Candidate] = []
+    for frame, alters in frames(options, judge.hardware):
+        refusal = first_refusal(judge.rules, frame)
+        if refusal is not None:
+            count, first, example = result.rejected.get(refusal.rule, (0, refusal, frame))
+            result.rejected[refusal.rule] = (count + 1, first, example)
+            continue
+        pairs = micro_batches(frame, options)
+        if not pairs:
+            _reject_batch(result, frame, options)
+            continue
+        for micro, accumulate in pairs:
+            choice = replace(frame, micro_batch=micro, grad_accum=accumulate)
+            memory = judge.memory.estimate(choice)
+            result.judged += 1
+            if not memory.fits:
+                misses.append(Candidate(choice=choice, alters=alters, memory=memory, time=None))
+                break
+            result.fitting.append(
+                Candidate(choice=choice, alters=alters, memory=memory, time=judge.time.estimate(choice))
+            )
+    result.fitting.sort(key=lambda candidate: rank_key(candidate, goal))
+    misses.sort(key=_shortage)
+    result.near_misses = [
+        replace(miss, time=judge.time.estimate(miss.choice)) for miss in misses[:NEAR_MISSES]
+    ]
+    return result
+
+
+def _reject_batch(result: SearchResult, frame: Choice, options: SpaceOptions) -> None:
+    refusal = Refusal(
+        rule="global-batch-divides",
+        sentence=f"a global batch of {options.global_batch} does not divide over {frame.data_parallel} data-parallel ranks",
+        source="kept exactly by design: micro_batch x grad_accum x data-parallel ranks = global_batch",
+    )
+    count, first, example = result.rejected.get(refusal.rule, (0, refusal, frame))
+    result.rejected[refusal.rule] = (count + 1, first, example)
+
+
+def _shortage(candidate: Candidate) -> tuple[int, int]:
+    headroom = candidate.memory.headroom_bytes
+    return (GROUPS.index(candidate.alters), -(headroom if headroom is not None else 0))
+
+
+def _simplicity(choice: Choice) -> tuple[int, ...]:
+    """Between equals the run with fewer moving parts wins."""
+    return (len(choice.offload), choice.cp * choice.sp, choice.num_gpus, int(choice.recompute != "full"))
+
+
+def rank_key(candidate: Candidate, goal: str) -> tuple[object, ...]:
+    """Sort key: what it alters first, then the goal, then simplicity."""
+    group = GROUPS.index(candidate.alters)
+    choice, memory = candidate.choice, candidate.memory
+    headroom = -(memory.headroom_bytes if memory.headroom_bytes is not None else 0)
+    step = round(candidate.step_s, 6)
+    if goal == "fewest_gpus":
+        return (group, choice.num_gpus, step, *_simplicity(choice), headroom)
+    if goal == "headroom":
+        return (group, headroom, step, *_simplicity(choice))
+    return (group, step, *_simplicity(choice), headroom)
+
+
+def distinct(candidates: Iterable[Candidate], limit: int) -> list[Candidate]:
+    """The first ``limit`` candidates that differ in more than micro-batch and accumulation."""
+    seen: set[Choice] = set()
+    out: list[Candidate] = []
+    for candidate in candidates:
+        frame = replace(candidate.choice, micro_batch=1, grad_accum=1)
+        if frame in seen:
+            continue
+        seen.add(frame)
+        out.append(candidate)
+        if len(out) == limit:
+            break
+    return out

@@ -1,0 +1,207 @@
+"""The space of candidates: which values each knob may take for a job on a machine, before any rule speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from planner.choice import FSDP2, ZERO, Alters, Choice, Method
+from planner.hardware import Hardware
+
+CP_FROM_TOKENS = 8192
+"""Shorter sequences are never split over cards unless pinned: the ring costs more than it frees."""
+MAX_MICRO_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """One way to hold weights and optimizer states, and whether it alters what the user asked for."""
+
+    weights: str
+    mixed_precision: str
+    optimizer: str
+    alters: Alters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpaceOptions:
+    """What bounds the space: the job, the stack's abilities, and the pins."""
+
+    method: Method
+    seq_len: int
+    global_batch: int
+    packing: bool
+    loss_paths: tuple[str, ...]
+    attentions: tuple[str, ...]
+    optimizers_8bit: tuple[str, ...] = ()
+    allow_numerics: bool = False
+    pins: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def numerics_options(options: SpaceOptions, hardware: Hardware) -> list[Numerics]:
+    """Ways to hold weights and states, the unaltered one first."""
+    half = "bf16" if hardware.has_bf16 else "fp16"
+    default_optimizer = "adamw_torch_fused"
+    if options.method == "full":
+        out = [Numerics(weights="fp32", mixed_precision=half, optimizer=default_optimizer, alters="nothing")]
+        if hardware.has_bf16 and options.allow_numerics:
+            out.append(Numerics(weights="bf16", mixed_precision="no", optimizer=default_optimizer, alters="numerics"))
+    else:
+        out = [Numerics(weights=half, mixed_precision=half, optimizer=default_optimizer, alters="nothing")]
+    if options.allow_numerics:
+        for optimizer in options.optimizers_8bit:
+            out += [replace(n, optimizer=optimizer, alters="numerics") for n in out if n.optimizer == default_optimizer]
+    return _pinned_numerics(out, options.pins)
+
+
+def _pinned_numerics(found: list[Numerics], pins: dict[str, Any]) -> list[Numerics]:
+    """Numerics that obey the pins. A pin is the user's own word, so what it sets alters nothing."""
+    changes = {knob: pins[knob] for knob in ("weights", "mixed_precision", "optimizer") if knob in pins}
+    if not changes:
+        return found
+    kept: dict[tuple[str, str, str], Numerics] = {}
+    for numerics in found:
+        agrees = all(getattr(numerics, knob) == value for knob, value in changes.items())
+        alters = numerics.alters if agrees and numerics.alters == "nothing" else "nothing"
+        changed = replace(numerics, **changes, alters=alters)
+        open_knobs_default = numerics.alters == "nothing" or agrees
+        if open_knobs_default:
+            kept.setdefault((changed.weights, changed.mixed_precision, changed.optimizer), changed)
+    return list(kept.values())
+
+
+def gpu_counts(hardware: Hardware, pins: dict[str, Any]) -> list[int]:
+    """Numbers of GPUs to try: powers of two inside a node, the whole node, then whole nodes."""
+    if "gpus" in pins:
+        return [pins["gpus"]]
+    sizes = {"cp", "sp", "tp", "dp_shard", "dp_replicate"}
+    if sizes <= pins.keys():
+        total = 1
+        for size in sizes:
+            total *= pins[size]
+        return [total]
+    counts: set[int] = set()
+    power = 1
+    while power <= hardware.gpus_per_node:
+        counts.add(power)
+        power *= 2
+    if hardware.gpus_per_node:
+        counts.add(hardware.gpus_per_node)
+    for nodes in range(2, hardware.nodes + 1):
+        if hardware.nodes % nodes == 0 or nodes == hardware.nodes:
+            counts.add(nodes * hardware.gpus_per_node)
+    return sorted(counts)
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _layouts(num_gpus: int, hardware: Hardware, options: SpaceOptions) -> Iterator[dict[str, Any]]:
+    """(sharding, sizes) for a number of GPUs."""
+    pins = options.pins
+    if num_gpus == 1:
+        shardings: Iterable[str] = ("none",)
+    else:
+        shardings = ("ddp", "fsdp", "fsdp_no_reshard", "hsdp", "zero1", "zero2", "zero3")
+    if "sharding" in pins:
+        shardings = (pins["sharding"],)
+    for sharding in shardings:
+        for cp, sp in _sequence_splits(num_gpus, sharding, options):
+            tp = pins.get("tp", 1)
+            rest = num_gpus // (cp * sp * tp)
+            if rest * cp * sp * tp != num_gpus:
+                continue
+            for shard, replicate in _data_splits(rest, sharding, hardware, pins):
+                yield {
+                    "sharding": sharding, "cp": cp, "sp": sp, "tp": tp, "dp_shard": shard, "dp_replicate": replicate
+                }
+
+
+def _sequence_splits(num_gpus: int, sharding: str, options: SpaceOptions) -> list[tuple[int, int]]:
+    pins = options.pins
+    splits = [(1, 1)]
+    if options.seq_len >= CP_FROM_TOKENS and num_gpus > 1:
+        if sharding in FSDP2:
+            splits += [(d, 1) for d in _divisors(num_gpus) if d > 1]
+        if sharding in ZERO:
+            splits += [(1, d) for d in _divisors(num_gpus) if d > 1]
+    if "cp" in pins or "sp" in pins:
+        return [(pins.get("cp", 1), pins.get("sp", 1))]
+    return splits
+
+
+def _data_splits(ranks: int, sharding: str, hardware: Hardware, pins: dict[str, Any]) -> list[tuple[int, int]]:
+    """(dp_shard, dp_replicate) whose product is ``ranks``."""
+    if sharding in ("none", "ddp"):
+        found = [(1, ranks)]
+    elif sharding == "hsdp":
+        # Shard inside a node, replicate across nodes; inside one node, halves.
+        found = [(d, ranks // d) for d in _divisors(ranks) if 1 < d < ranks]
+        if hardware.nodes > 1:
+            found = [pair for pair in found if pair[0] == hardware.gpus_per_node] or found
+    else:
+        found = [(ranks, 1)]
+    if "dp_shard" in pins or "dp_replicate" in pins:
+        shard = pins.get("dp_shard", ranks // pins.get("dp_replicate", 1))
+        return [(shard, pins.get("dp_replicate", ranks // max(1, shard)))]
+    return found
+
+
+def _offloads(sharding: str, pins: dict[str, Any]) -> list[frozenset[str]]:
+    if "offload" in pins:
+        return [pins["offload"]]
+    out = [frozenset[str](), frozenset({"activations"})]
+    if sharding in ZERO:
+        out += [frozenset({"optimizer"}), frozenset({"activations", "optimizer"})]
+    if sharding == "zero3" or sharding in FSDP2:
+        both = frozenset({"optimizer", "params"})
+        out += [both, both | {"activations"}]
+    return out
+
+
+def frames(options: SpaceOptions, hardware: Hardware) -> Iterator[tuple[Choice, Alters]]:
+    """Every combination of knobs but micro-batch and accumulation, with what it alters.
+
+    Frames are not checked: rules judge them next. The micro-batch is 1 and accumulation fills the global batch.
+    """
+    pins = options.pins
+    recomputes = (pins["recompute"],) if "recompute" in pins else ("none", "selective", "every_4", "every_3", "every_2", "full")
+    loss_paths = (pins["loss_path"],) if "loss_path" in pins else options.loss_paths
+    attentions = (pins["attention"],) if "attention" in pins else options.attentions
+    numerics = numerics_options(options, hardware)
+    for num_gpus in gpu_counts(hardware, pins):
+        for layout in _layouts(num_gpus, hardware, options):
+            data_parallel = layout["dp_shard"] * layout["dp_replicate"]
+            accumulate = pins.get("grad_accum", max(1, options.global_batch // (data_parallel * pins.get("micro_batch", 1))))
+            for held, loss_path, attention, recompute, offload in product(
+                numerics, loss_paths, attentions, recomputes, _offloads(layout["sharding"], pins)
+            ):
+                if recompute == "none" and "activations" in offload and "offload" not in pins:
+                    continue
+                choice = Choice(
+                    method=options.method, loss_path=loss_path, recompute=recompute, offload=offload,  # type: ignore[arg-type]
+                    micro_batch=pins.get("micro_batch", 1), grad_accum=accumulate, optimizer=held.optimizer,
+                    weights=held.weights, mixed_precision=held.mixed_precision, attention=attention,  # type: ignore[arg-type]
+                    precision=pins.get("precision", "bf16"), packing=options.packing, **layout,
+                )
+                yield choice, held.alters
+
+
+def micro_batches(choice: Choice, options: SpaceOptions) -> list[tuple[int, int]]:
+    """(micro-batch, accumulation) pairs that keep the global batch exactly, smallest micro-batch first."""
+    pins = options.pins
+    per_rank, rest = divmod(options.global_batch, choice.data_parallel)
+    if "micro_batch" in pins and "grad_accum" in pins:
+        return [(pins["micro_batch"], pins["grad_accum"])]
+    if rest or per_rank == 0:
+        return []
+    if "micro_batch" in pins:
+        micro = pins["micro_batch"]
+        return [(micro, per_rank // micro)] if per_rank % micro == 0 else []
+    if "grad_accum" in pins:
+        accumulate = pins["grad_accum"]
+        return [(per_rank // accumulate, accumulate)] if per_rank % accumulate == 0 else []
+    return [(d, per_rank // d) for d in _divisors(per_rank) if d <= MAX_MICRO_BATCH]

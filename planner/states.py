@@ -1,0 +1,120 @@
+"""The five roles: bytes per parameter of weights, gradients, master copy and moments, and what each is divided by.
+
+What is at rest follows the wrapper, not the textbook. Sources: accelerate/utils/fsdp_utils.py (trainable parameters
+upcast to fp32 under FSDP2 with mixed precision), deepspeed/runtime/zero (bf16 parameters, fp32 master partition),
+torch.optim (states follow the parameter's dtype), peft (adapters kept in fp32 unless quantised or ZeRO).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.choice import FSDP2, ZERO, Choice
+from planner.optimizers import find_optimizer
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+QUANTISED_BYTES = {
+    # A 4-bit code and one fp32 scale per block of 64.
+    "nf4": 0.5 + 4 / 64,
+    # The scales themselves in 8 bits, with one fp32 scale per 256 of them.
+    "nf4-double": 0.5 + 1 / 64 + 4 / (64 * 256),
+    # One byte per weight; the fp32 scale per row is below a thousandth.
+    "int8": 1.0,
+}
+"""Bytes per quantised weight (bitsandbytes functional.quantize_4bit, block size 64)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """Bytes per parameter of one group, before and after dividing over ranks."""
+
+    weights: float
+    gradients: float
+    master: float
+    moment1: float
+    moment2: float
+    weights_ranks: int = 1
+    gradients_ranks: int = 1
+    optimizer_ranks: int = 1
+    """Ranks that divide master copy and moments."""
+
+    @property
+    def per_parameter(self) -> float:
+        """All five roles together, undivided."""
+        return self.weights + self.gradients + self.master + self.moment1 + self.moment2
+
+    def to_json(self) -> dict[str, object]:
+        """Roles and divisors as the plan prints them."""
+        return {
+            "weights": self.weights, "gradients": self.gradients, "master": self.master,
+            "moment1": self.moment1, "moment2": self.moment2,
+            "divided_by": {
+                "weights": self.weights_ranks, "gradients": self.gradients_ranks, "master": self.optimizer_ranks,
+                "moment1": self.optimizer_ranks, "moment2": self.optimizer_ranks,
+            },
+        }
+
+
+def compute_bytes(choice: Choice) -> int:
+    """Bytes per element inside matmuls."""
+    if choice.mixed_precision in ("bf16", "fp16"):
+        return 2
+    return DTYPE_BYTES[choice.weights]
+
+
+def residual_bytes(choice: Choice) -> int:
+    """Bytes per element of the residual stream.
+
+    Autocast (one GPU, DDP) leaves embeddings and residual sums in the weights' dtype; FSDP2 and DeepSpeed run the
+    whole model in the compute dtype.
+    """
+    if choice.sharding in FSDP2 or choice.sharding in ZERO or choice.sharding == "fsdp1":
+        return compute_bytes(choice)
+    return DTYPE_BYTES[choice.weights]
+
+
+def uses_autocast(choice: Choice) -> bool:
+    """Whether the forward runs under torch.autocast, which caches low-precision copies of fp32 weights."""
+    return choice.mixed_precision != "no" and choice.sharding in ("none", "ddp")
+
+
+def trainable_roles(choice: Choice, *, adapter: bool = False) -> Roles:
+    """Roles of trainable parameters under ``choice``.
+
+    Args:
+        choice: the knobs.
+        adapter: the parameters are LoRA adapters, whose dtype PEFT decides.
+    """
+    optimizer = find_optimizer(choice.optimizer)
+    ranks = choice.shard_ranks
+    if choice.sharding in ZERO:
+        first, second = optimizer.state_bytes(4)
+        return Roles(
+            weights=2, gradients=2, master=4, moment1=first, moment2=second,
+            weights_ranks=ranks if choice.sharding == "zero3" else 1,
+            gradients_ranks=ranks if choice.sharding in ("zero2", "zero3") else 1,
+            optimizer_ranks=ranks,
+        )
+    width = DTYPE_BYTES[choice.weights]
+    if adapter:
+        width = 2 if choice.method == "qlora" else 4
+    if (choice.sharding in FSDP2 or choice.sharding == "fsdp1") and choice.mixed_precision != "no":
+        width = 4
+    first, second = optimizer.state_bytes(width)
+    return Roles(
+        weights=width, gradients=width, master=0, moment1=first, moment2=second,
+        weights_ranks=ranks, gradients_ranks=ranks, optimizer_ranks=ranks,
+    )
+
+
+def frozen_roles(choice: Choice, *, quantised: str | None = None) -> Roles:
+    """Roles of frozen parameters: weights alone, in the dtype they were loaded in.
+
+    Args:
+        choice: the knobs.
+        quantised: key of ``QUANTISED_BYTES`` for weights that QLoRA quantises.
+    """
+    ranks = choice.shard_ranks if choice.sharding in FSDP2 or choice.sharding in ("zero3", "fsdp1") else 1
+    width = QUANTISED_BYTES[quantised] if quantised else float(DTYPE_BYTES[choice.weights])
+    return Roles(weights=width, gradients=0, master=0, moment1=0, moment2=0, weights_ranks=ranks)
