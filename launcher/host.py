@@ -51,9 +51,7 @@ def read_host(root: Path = Path("/")) -> Host:
     if quota is not None and quota < allowed:
         limits.append(f"a control group allows the time of {quota:g} of {cores} cores")
         allowed = max(1, int(quota))
-    return Host(
-        total_bytes=total, available_bytes=min(available, total), cores=allowed, limits=limits
-    )
+    return Host(total_bytes=total, available_bytes=min(available, total), cores=allowed, limits=limits)
 
 
 def _affinity(cores: int) -> int:

@@ -124,23 +124,16 @@ def _named_notes(profile: CardProfile, num_cards: int) -> list[str]:
             "differ by a few hundred MiB"
         )
     if num_cards > 1 and profile.nvlink == "bridge":
-        notes.append(
-            f"{profile.id} may be linked in pairs by a bridge; this plan takes them without one"
-        )
+        notes.append(f"{profile.id} may be linked in pairs by a bridge; this plan takes them without one")
     return notes
 
 
 def _not_found(text: str, card: str, missing: CardNotFound) -> str:
     where = f"--machine {_short(text)}"
     if missing.ambiguous:
-        return (
-            f"{where}: {_short(card)!r} may be {', '.join(missing.candidates)}; write one of them"
-        )
+        return f"{where}: {_short(card)!r} may be {', '.join(missing.candidates)}; write one of them"
     if missing.candidates:
-        return (
-            f"{where}: no card {_short(card)!r}; nearest: {', '.join(missing.candidates)} "
-            "(`trlfit cards` lists all)"
-        )
+        return f"{where}: no card {_short(card)!r}; nearest: {', '.join(missing.candidates)} (`trlfit cards` lists all)"
     return f"{where}: no card {_short(card)!r} (`trlfit cards` lists them); {_HINT}"
 
 
@@ -199,9 +192,7 @@ def machine_from_json(document: str, where: str) -> Machine:
     try:
         data: Any = json.loads(document)
     except json.JSONDecodeError as error:
-        raise UsageError(
-            f"{where}, line {error.lineno}, column {error.colno}: not JSON ({error.msg})"
-        ) from None
+        raise UsageError(f"{where}, line {error.lineno}, column {error.colno}: not JSON ({error.msg})") from None
     except (RecursionError, ValueError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
         raise UsageError(f"{where}: not a machine file: {reason}") from None

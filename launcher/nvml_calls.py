@@ -145,8 +145,7 @@ def connect() -> Nvml:
         module = importlib.import_module("pynvml")
     except ImportError:
         raise NvmlUnavailable(
-            "the cards cannot be read: the package nvidia-ml-py is missing "
-            "(pip install nvidia-ml-py)"
+            "the cards cannot be read: the package nvidia-ml-py is missing (pip install nvidia-ml-py)"
         ) from None
     nvml = Nvml(module)
     try:
@@ -154,8 +153,7 @@ def connect() -> Nvml:
     except NvmlRefused as refused:
         sentence = _UNAVAILABLE.get(
             refused.code,
-            f"the NVIDIA driver cannot be read (NVML error {refused.code}); "
-            "`nvidia-smi` may say more",
+            f"the NVIDIA driver cannot be read (NVML error {refused.code}); `nvidia-smi` may say more",
         )
         raise NvmlUnavailable(sentence) from None
     return nvml

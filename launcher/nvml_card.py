@@ -172,9 +172,7 @@ def _fill_board(card: Card, fields: _Fields, handle: Any) -> None:
     capability = fields.read("compute_capability", "nvmlDeviceGetCudaComputeCapability", handle)
     if capability is not None:
         card.compute_capability = f"{capability[0]}.{capability[1]}"
-    card.pcie_generation = fields.number(
-        "pcie_generation", "nvmlDeviceGetCurrPcieLinkGeneration", handle
-    )
+    card.pcie_generation = fields.number("pcie_generation", "nvmlDeviceGetCurrPcieLinkGeneration", handle)
     card.pcie_width = fields.number("pcie_width", "nvmlDeviceGetCurrPcieLinkWidth", handle)
     limit_mw = fields.number("power_limit_w", "nvmlDeviceGetEnforcedPowerLimit", handle)
     card.power_limit_w = None if limit_mw is None else limit_mw / 1000
@@ -217,9 +215,7 @@ def read_live(nvml: Nvml, card: Any, part: Any | None) -> LiveReading:
         memory, reserved_bytes = _memory(nvml, unit)
     except NvmlRefused as refused:
         if refused.code in (NvmlCode.NOT_SUPPORTED, NvmlCode.FUNCTION_NOT_FOUND):
-            problem = (
-                "the driver does not tell how much memory this card has: name the machine instead"
-            )
+            problem = "the driver does not tell how much memory this card has: name the machine instead"
         else:
             problem = _does_not_answer(refused.sentence)
         return LiveReading(problem=problem, unknown={"total_bytes": refused.sentence})
@@ -259,9 +255,7 @@ def _memory(nvml: Nvml, unit: Any) -> tuple[Any, int]:
         return nvml.ask("nvmlDeviceGetMemoryInfo", unit), 0
 
 
-def _processes(
-    nvml: Nvml, unit: Any, used_bytes: int, unknown: dict[str, str]
-) -> tuple[GpuProcess, ...]:
+def _processes(nvml: Nvml, unit: Any, used_bytes: int, unknown: dict[str, str]) -> tuple[GpuProcess, ...]:
     memory: dict[int, int | None] = {}
     for functions in _PROCESS_LISTS:
         try:
@@ -274,13 +268,9 @@ def _processes(
             # A process that computes and draws stands in both lists with the same memory.
             memory[int(process.pid)] = None if taken is None else int(taken)
     if any(taken is None for taken in memory.values()):
-        unknown["processes"] = (
-            "the driver does not tell how much memory each process holds (WSL2, some containers)"
-        )
+        unknown["processes"] = "the driver does not tell how much memory each process holds (WSL2, some containers)"
     elif not memory and used_bytes > _UNSEEN_BYTES and "processes" not in unknown:
-        unknown["processes"] = (
-            "memory is taken and no process is in sight: it runs outside this container"
-        )
+        unknown["processes"] = "memory is taken and no process is in sight: it runs outside this container"
     return tuple(_process(pid, taken) for pid, taken in sorted(memory.items()))
 
 

@@ -36,9 +36,7 @@ def read_inventory(nvml: Nvml, environ: Mapping[str, str]) -> CardsReading:
     ]
     _fill_links(nvml, allowed, visible.units, cards)
     notes += _remarks(cards, allowed, value, environ)
-    return CardsReading(
-        cards=tuple(cards), driver=driver, cuda=cuda, notes=tuple(notes), answered=True
-    )
+    return CardsReading(cards=tuple(cards), driver=driver, cuda=cuda, notes=tuple(notes), answered=True)
 
 
 def _forbidden(card: FoundCard) -> bool:
@@ -64,17 +62,13 @@ def _cuda_version(nvml: Nvml, notes: list[str]) -> str | None:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _fill_links(
-    nvml: Nvml, found: Sequence[FoundCard], units: Sequence[Unit], cards: list[Card]
-) -> None:
+def _fill_links(nvml: Nvml, found: Sequence[FoundCard], units: Sequence[Unit], cards: list[Card]) -> None:
     """Set ``nvlink_peers``. MIG slices have none: a card cut in slices gives up its links."""
     if len(cards) < 2:
         return
     handles: list[Any | None] = [found[i].handle if j is None else None for i, j in units]
     buses = frozenset(
-        bus
-        for card in found
-        if card.handle is not None and (bus := read_bus(nvml, card.handle)) is not None
+        bus for card in found if card.handle is not None and (bus := read_bus(nvml, card.handle)) is not None
     )
     ends = [None if handle is None else read_link_ends(nvml, handle, buses) for handle in handles]
     for card, end, linked in zip(cards, ends, peers(ends), strict=True):
@@ -110,8 +104,5 @@ def _remarks(
         )
     virtual = [str(card.index) for card in cards if card.virtual]
     if virtual:
-        notes.append(
-            f"card {', '.join(virtual)} is a vGPU: the hypervisor decides how much of the real "
-            "card it gets"
-        )
+        notes.append(f"card {', '.join(virtual)} is a vGPU: the hypervisor decides how much of the real card it gets")
     return notes

@@ -146,8 +146,5 @@ def _twice(value: str, entry: str) -> Visible:
 
 
 def _stopped(value: str, stopper: str, units: list[Unit]) -> Visible:
-    note = (
-        f"CUDA_VISIBLE_DEVICES={value}: {stopper.strip()!r} is no single card here, "
-        "and CUDA stops reading there"
-    )
+    note = f"CUDA_VISIBLE_DEVICES={value}: {stopper.strip()!r} is no single card here, and CUDA stops reading there"
     return Visible(units=tuple(units), notes=(note,))

@@ -162,9 +162,7 @@ def _located(python: str | None) -> str:
             raise EnvironmentLacks(f"--python {python} is a folder{hint}")
         if not path.exists():
             gone = f"a link to {path.readlink()}, which" if path.is_symlink() else "not there"
-            raise EnvironmentLacks(
-                f"--python {python} is {gone}" + (" is not there" if path.is_symlink() else "")
-            )
+            raise EnvironmentLacks(f"--python {python} is {gone}" + (" is not there" if path.is_symlink() else ""))
     except (OSError, ValueError) as error:
         raise EnvironmentLacks(f"--python {_short(python)}: {error}") from None
     if not os.access(path, os.X_OK):
@@ -183,9 +181,7 @@ def _stack(path: str, found: dict[str, Any]) -> Stack:
     version = tuple(int(part) for part in found["python_version"].split(".")[:2])
     if version < OLDEST_PYTHON:
         oldest = ".".join(map(str, OLDEST_PYTHON))
-        raise EnvironmentLacks(
-            f"--python {path} is Python {found['python_version']}; training needs {oldest} or newer"
-        )
+        raise EnvironmentLacks(f"--python {path} is Python {found['python_version']}; training needs {oldest} or newer")
     stack = Stack(
         python=path,
         python_version=found["python_version"],
@@ -196,9 +192,7 @@ def _stack(path: str, found: dict[str, Any]) -> Stack:
         try:
             Version(text)
         except InvalidVersion:
-            stack.notes.append(
-                f"{package} {text} is no version by the rules of PyPI and is ignored"
-            )
+            stack.notes.append(f"{package} {text} is no version by the rules of PyPI and is ignored")
             continue
         _set(stack, package, text, "installed")
     return stack

@@ -71,9 +71,7 @@ def _run(command: list[str], limit_s: float) -> _Answer:
             output, errors = _read_both(process, limit_s)
             code = process.wait(timeout=1)
         except (TimeoutError, subprocess.TimeoutExpired):
-            raise EnvironmentLacks(
-                f"{where} did not say in {limit_s:g} s which packages it has"
-            ) from None
+            raise EnvironmentLacks(f"{where} did not say in {limit_s:g} s which packages it has") from None
         except OverflowError:
             raise EnvironmentLacks(f"{where} does not answer like a Python: it prints on") from None
         finally:

@@ -28,9 +28,7 @@ class GpuProcess(_Document):
 class Card(_Document):
     """One GPU, or one MIG slice, as a process would see it."""
 
-    index: int = Field(
-        ge=0, description="Position among the cards that CUDA_VISIBLE_DEVICES leaves visible."
-    )
+    index: int = Field(ge=0, description="Position among the cards that CUDA_VISIBLE_DEVICES leaves visible.")
     physical_index: int | None = Field(default=None, description="NVML's own index.")
     uuid: str | None = None
     name: str = Field(description="NVML's product name.")
@@ -41,9 +39,7 @@ class Card(_Document):
     total_bytes: int = Field(ge=0)
     used_bytes: int = Field(default=0, ge=0)
     free_bytes: int = Field(default=0, ge=0)
-    reserved_bytes: int = Field(
-        default=0, ge=0, description="Kept by the driver: in the total, neither used nor free."
-    )
+    reserved_bytes: int = Field(default=0, ge=0, description="Kept by the driver: in the total, neither used nor free.")
     compute_capability: str | None = None
     pcie_generation: int | None = None
     pcie_width: int | None = None
@@ -63,18 +59,14 @@ class Card(_Document):
         le=1,
         description="Share of its memory and bandwidth, below 1 for a slice.",
     )
-    virtual: bool = Field(
-        default=False, description="A vGPU: the hypervisor owns part of the card."
-    )
+    virtual: bool = Field(default=False, description="A vGPU: the hypervisor owns part of the card.")
     utilisation_percent: int | None = None
     temperature_c: int | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
     processes: list[GpuProcess] = Field(default_factory=list[GpuProcess])
     usable: bool = True
-    problem: str | None = Field(
-        default=None, description="One sentence when the card cannot be used."
-    )
+    problem: str | None = Field(default=None, description="One sentence when the card cannot be used.")
     unknown: dict[str, str] = Field(
         default_factory=dict, description="Field that could not be read -> why, in a sentence."
     )
@@ -98,19 +90,13 @@ class Machine(_Document):
     model_config = ConfigDict(extra="forbid", populate_by_name=True, serialize_by_alias=True)
 
     origin: Literal["nvml", "named", "file", "cpu"]
-    spec: str = Field(
-        description="How the user named it: `local`, `cpu`, `8xH100-80GB`, a file name."
-    )
+    spec: str = Field(description="How the user named it: `local`, `cpu`, `8xH100-80GB`, a file name.")
     cards: list[Card] = Field(default_factory=list[Card])
-    host: Host | None = Field(
-        default=None, description="None for a named machine: the host's memory is not known."
-    )
+    host: Host | None = Field(default=None, description="None for a named machine: the host's memory is not known.")
     nodes: int = Field(default=1, ge=1)
     driver_version: str | None = None
     cuda_version: str | None = None
-    notes: list[str] = Field(
-        default_factory=list, description="Sentences about what could not be read, and why."
-    )
+    notes: list[str] = Field(default_factory=list, description="Sentences about what could not be read, and why.")
 
     @property
     def usable_cards(self) -> list[Card]:

@@ -54,9 +54,7 @@ class Stack(BaseModel):
             try:
                 Version(text)
             except InvalidVersion:
-                raise ValueError(
-                    f"{package}={text} is not a version; write for example {package}=1.16.0"
-                ) from None
+                raise ValueError(f"{package}={text} is not a version; write for example {package}=1.16.0") from None
         return value
 
     def version(self, package: str) -> Version | None:
@@ -67,6 +65,4 @@ class Stack(BaseModel):
     def has(self, package: str, minimum: str | None = None) -> bool:
         """Whether the package is there, at ``minimum`` or newer."""
         version = self.version(package)
-        return version is not None and (
-            minimum is None or version.release >= Version(minimum).release
-        )
+        return version is not None and (minimum is None or version.release >= Version(minimum).release)

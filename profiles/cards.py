@@ -137,8 +137,7 @@ def load_efficiencies() -> dict[str, Efficiency]:
     """Constants of the time model by name, each with the sentence that says where it is from."""
     entries = _table()["efficiencies"]
     return {
-        name: Efficiency(name=name, value=entry["value"], source=entry["source"])
-        for name, entry in entries.items()
+        name: Efficiency(name=name, value=entry["value"], source=entry["source"]) for name, entry in entries.items()
     }
 
 
@@ -187,11 +186,7 @@ def _family(key: str) -> list[CardProfile]:
     if not key:
         return []
     ids = ((_key(card.id), card) for card in load_cards())
-    return [
-        card
-        for own, card in ids
-        if own.startswith(key) and _FORM_FACTOR.fullmatch(own.removeprefix(key))
-    ]
+    return [card for own, card in ids if own.startswith(key) and _FORM_FACTOR.fullmatch(own.removeprefix(key))]
 
 
 def nearest(text: str, count: int = 3) -> tuple[str, ...]:

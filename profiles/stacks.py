@@ -26,7 +26,4 @@ class KnownPackage:
 def load_packages() -> dict[str, KnownPackage]:
     """Every package by its name on PyPI."""
     table = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
-    return {
-        name: KnownPackage(name=name, newest=entry["newest"], role=entry["role"])
-        for name, entry in table.items()
-    }
+    return {name: KnownPackage(name=name, newest=entry["newest"], role=entry["role"]) for name, entry in table.items()}

@@ -20,9 +20,7 @@ MIB = 1024**2
 NOBODYS_PID = 2**22 + 7
 """Above the kernel's largest pid: a process of another container."""
 
-no_driver = pytest.mark.skipif(
-    ctypes.util.find_library("nvidia-ml") is not None, reason="this machine has a driver"
-)
+no_driver = pytest.mark.skipif(ctypes.util.find_library("nvidia-ml") is not None, reason="this machine has a driver")
 
 
 def test_eight_cards_on_switches(nvml_stub: NvmlStub) -> None:
@@ -180,9 +178,7 @@ def test_a_refused_field_is_a_sentence_and_the_rest_is_read(nvml_stub: NvmlStub)
         ({"error.nvmlDeviceGetMemoryInfo_v2": 3, "error.nvmlDeviceGetMemoryInfo": 3}, "how much"),
     ],
 )
-def test_a_dead_card_beside_a_healthy_one(
-    nvml_stub: NvmlStub, fault: dict[str, object], sentence: str
-) -> None:
+def test_a_dead_card_beside_a_healthy_one(nvml_stub: NvmlStub, fault: dict[str, object], sentence: str) -> None:
     seen = nvml_stub.cards(machine(H100, H100 | fault, H100))
     assert [card["usable"] for card in seen["cards"]] == [True, False, True]
     dead = seen["cards"][1]
@@ -200,12 +196,8 @@ def test_a_vgpu(nvml_stub: NvmlStub) -> None:
 
 
 def test_process_memory_that_the_driver_does_not_tell(nvml_stub: NvmlStub) -> None:
-    (card,) = nvml_stub.cards(
-        machine(RTX3090 | {"processes": f"{NOBODYS_PID}:na", "used_mib": 9000})
-    )["cards"]
-    assert card["processes"] == [
-        {"pid": NOBODYS_PID, "name": None, "user": None, "memory_bytes": None, "own": False}
-    ]
+    (card,) = nvml_stub.cards(machine(RTX3090 | {"processes": f"{NOBODYS_PID}:na", "used_mib": 9000}))["cards"]
+    assert card["processes"] == [{"pid": NOBODYS_PID, "name": None, "user": None, "memory_bytes": None, "own": False}]
     assert "WSL2" in card["unknown"]["processes"]
     (card,) = nvml_stub.cards(machine(RTX3090 | {"processes": "none", "graphics": "none"}))["cards"]
     assert card["processes"] == []
@@ -228,9 +220,7 @@ def test_compute_modes(nvml_stub: NvmlStub, extra: dict[str, object], problem: s
 
 def test_cards_of_other_users_under_slurm_are_not_counted(nvml_stub: NvmlStub) -> None:
     # The device control group hides cards 0 and 2; CUDA numbers what is left.
-    seen = nvml_stub.cards(
-        machine(H100 | {"handle": 4}, H100, H100 | {"handle": 4}, H100), visible="1"
-    )
+    seen = nvml_stub.cards(machine(H100 | {"handle": 4}, H100, H100 | {"handle": 4}, H100), visible="1")
     assert [card["physical_index"] for card in seen["cards"]] == [3]
     assert "2 of 4 cards may not be used" in seen["notes"][0]
 
@@ -267,9 +257,7 @@ def test_no_driver_at_all_costs_no_import() -> None:
     assert reading.cards == () and not reading.answered
     assert reading.notes == ("no NVIDIA driver here: libnvidia-ml.so.1 is not found",)
     code = "import sys, launcher.gpus as g; g.read_cards(); print('pynvml' in sys.modules)"
-    child = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd()
-    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
     assert child.stdout.strip() == "False"
 
 
@@ -277,9 +265,7 @@ def test_a_foreign_file_under_the_librarys_name(nvml_stub: NvmlStub, tmp_path: P
     (tmp_path / "libnvidia-ml.so.1").write_bytes(b"")
     environ = nvml_stub.environ(machine(H100)) | {"LD_LIBRARY_PATH": str(tmp_path)}
     code = "from launcher.gpus import read_cards; print(read_cards().notes[0])"
-    child = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
-    )
+    child = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     assert "cannot be loaded" in child.stdout and "too short" in child.stdout
 
 

@@ -132,9 +132,7 @@ def test_an_inventory_is_read_back_on_another_box(nvml_stub: NvmlStub, tmp_path:
     assert again == box
 
 
-def test_a_file_without_the_word_json_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_without_the_word_json_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "H100").mkdir()
     (tmp_path / "box").write_text(machine_to_json(resolve_machine("2xL4", nodes=2)))
     monkeypatch.chdir(tmp_path)

@@ -18,9 +18,7 @@ from profiles.stacks import load_packages
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launcher/children/inspect_stack.py"
 
-CUDA_BUILD = (
-    "from typing import Optional\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n"
-)
+CUDA_BUILD = "from typing import Optional\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n"
 ROCM_BUILD = "cuda = None\nhip = '6.4.43482'\n"
 CPU_BUILD = "cuda: Optional[str] = None\nhip: Optional[str] = None\n"
 
@@ -75,16 +73,12 @@ from launcher.stack import inspect_stack
 print(json.dumps([inspect_stack().versions, [m for m in sys.modules if m in
     ("torch", "trl", "transformers", "launcher.stack_child")]]))
 """
-    child = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     versions, loaded = json.loads(child.stdout)
     assert loaded == []
     # pip's own view, through a child of its own.
     code = "import torch, trl; print(torch.__version__, trl.__version__)"
-    asked = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
-    )
+    asked = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert [versions["torch"], versions["trl"]] == asked.stdout.split()
 
 
@@ -285,9 +279,7 @@ def test_a_python_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> Non
     pytest.fail("what the hung Python had started is still running")
 
 
-def test_a_wrapper_that_talks_first_and_leaves_something_running(
-    tmp_path: Path, training_python: Path
-) -> None:
+def test_a_wrapper_that_talks_first_and_leaves_something_running(tmp_path: Path, training_python: Path) -> None:
     text = f'echo loading modules; sleep 3 & exec {training_python} "$@"'
     begun = time.monotonic()
     assert inspect_stack(program(tmp_path, text, "wrapped")).versions["trl"] == "1.12.0"
@@ -300,22 +292,16 @@ def test_the_child_runs_in_pythons_that_are_too_old(tmp_path: Path) -> None:
         "import sys, runpy; sys.modules['importlib.metadata'] = None; "
         f"sys.argv = ['x', 'torch']; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     )
-    child = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
-    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     answer = json.loads(child.stdout)
     assert answer["versions"] == {}
     assert answer["python_version"] == ".".join(map(str, sys.version_info[:3]))
 
 
-def test_files_beside_the_child_do_not_stand_in_for_the_standard_library(
-    tmp_path: Path, training_python: Path
-) -> None:
+def test_files_beside_the_child_do_not_stand_in_for_the_standard_library(tmp_path: Path, training_python: Path) -> None:
     script = tmp_path / "inspect_stack.py"
     script.write_text(SCRIPT.read_text(encoding="utf-8"), encoding="utf-8")
     for name in ("email", "csv", "zipfile"):  # importlib.metadata needs them.
         (tmp_path / f"{name}.py").write_text("raise SystemExit(9)")
-    child = subprocess.run(
-        [str(training_python), str(script), "trl"], capture_output=True, text=True, check=True
-    )
+    child = subprocess.run([str(training_python), str(script), "trl"], capture_output=True, text=True, check=True)
     assert json.loads(child.stdout)["versions"] == {"trl": "1.12.0"}

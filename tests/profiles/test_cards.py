@@ -99,9 +99,7 @@ def test_a_family_of_unlike_cards_is_ambiguous() -> None:
         find_card("v100")
 
 
-@pytest.mark.parametrize(
-    "text", ["L40", "RTX 4080 SUPER", "H20", "A1", "RTX40", "", "-", "x" * 9999]
-)
+@pytest.mark.parametrize("text", ["L40", "RTX 4080 SUPER", "H20", "A1", "RTX40", "", "-", "x" * 9999])
 def test_other_products_are_not_taken_for_a_neighbour(text: str) -> None:
     with pytest.raises(CardNotFound):
         find_card(text)
