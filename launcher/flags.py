@@ -49,11 +49,26 @@ def _words(text: str) -> list[str]:
 
 
 FLAG_FIELDS = {
-    "trainer": "trainer", "method": "method", "lora_r": "lora.r", "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout", "lora_targets": "lora.target_modules", "quantization": "quantization",
-    "dataset": "data.dataset", "split": "data.split", "packing": "data.packing", "seq_len": "seq_len",
-    "global_batch": "global_batch", "machine": "machine", "nodes": "nodes", "stack": "stack", "goal": "goal",
-    "reserve": "reserve", "allow": "allow", "trl": "trl", "pin": "pins",
+    "trainer": "trainer",
+    "method": "method",
+    "lora_r": "lora.r",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_targets": "lora.target_modules",
+    "quantization": "quantization",
+    "dataset": "data.dataset",
+    "split": "data.split",
+    "packing": "data.packing",
+    "seq_len": "seq_len",
+    "global_batch": "global_batch",
+    "machine": "machine",
+    "nodes": "nodes",
+    "stack": "stack",
+    "goal": "goal",
+    "reserve": "reserve",
+    "allow": "allow",
+    "trl": "trl",
+    "pin": "pins",
 }
 """argparse destination -> dotted job field."""
 
@@ -76,13 +91,29 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--global-batch", type=int, metavar="N", help="sequences per optimizer step over all GPUs")
     job.add_argument("--machine", metavar="SPEC", help="local | cpu | 8xH100-80GB | machine.json")
     job.add_argument("--nodes", type=int, metavar="N")
-    job.add_argument("--stack", type=_pairs, action="extend", metavar="trl=1.16.0,...", help="versions to plan for")
+    job.add_argument(
+        "--stack",
+        type=_pairs,
+        action="extend",
+        metavar="trl=1.16.0,...",
+        help="versions to plan for",
+    )
     job.add_argument("--goal", metavar="NAME", help="fastest | longest | fewest_gpus | headroom")
     job.add_argument("--reserve", type=float, metavar="SHARE", help="share of each card kept free")
     job.add_argument("--allow", type=_words, metavar="WHAT", help="numerics,method: what the planner may alter")
     job.add_argument("--pin", type=_pair, action="append", metavar="KNOB=VALUE", help="repeatable")
-    job.add_argument("--trl", type=_pair, action="append", metavar="KEY=VALUE", help="passed to the trainer's config; repeatable")
-    parser.add_argument("--python", metavar="PATH", help="the Python that will train; default: the one running trlfit")
+    job.add_argument(
+        "--trl",
+        type=_pair,
+        action="append",
+        metavar="KEY=VALUE",
+        help="passed to the trainer's config; repeatable",
+    )
+    parser.add_argument(
+        "--python",
+        metavar="PATH",
+        help="the Python that will train; default: the one running trlfit",
+    )
 
 
 def job_flags(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:

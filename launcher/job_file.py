@@ -21,11 +21,13 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             try:
                 repeated = key in seen
             except TypeError:
-                raise yaml.constructor.ConstructorError(None, None, "a key is not a plain word", key_node.start_mark) from None
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key is not a plain word", key_node.start_mark
+                ) from None
             if repeated:
                 raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", key_node.start_mark)
             seen.add(key)
@@ -72,7 +74,9 @@ def load_job_file(path: Path) -> dict[str, Any]:
     if data is None:
         raise UsageError(f"job file {str(path)!r} is empty; it needs at least a line such as model: Qwen/Qwen3-8B")
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):  # pyright: ignore[reportUnknownVariableType]
-        raise UsageError(f"job file {str(path)!r} is not a mapping of fields; start with a line such as model: Qwen/Qwen3-8B")
+        raise UsageError(
+            f"job file {str(path)!r} is not a mapping of fields; start with a line such as model: Qwen/Qwen3-8B"
+        )
     return data  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -128,7 +132,10 @@ def resolve_job(
     if file is not None and "model" not in from_file and "model" not in flags:
         raise UsageError(f"job file {str(file)!r} names no model; add a line such as model: Qwen/Qwen3-8B")
     if file is not None:
-        _validated(from_file if "model" in from_file else {**from_file, "model": str(flags["model"])}, f"job file {str(file)!r}")
+        _validated(
+            from_file if "model" in from_file else {**from_file, "model": str(flags["model"])},
+            f"job file {str(file)!r}",
+        )
     merged = _merge(from_file, flags)
     if "model" not in merged:
         raise UsageError("no model given; name one, for example: trlfit plan Qwen/Qwen3-8B")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -100,10 +101,8 @@ def _cached_config(model: str) -> Path | None:
         candidates = [repository / "snapshots" / revision]
     except OSError:
         candidates = []
-    try:
+    with contextlib.suppress(OSError):
         candidates += sorted((repository / "snapshots").iterdir(), key=lambda p: p.stat().st_mtime, reverse=True)
-    except OSError:
-        pass
     return next((c / "config.json" for c in candidates if (c / "config.json").is_file()), None)
 
 
@@ -136,7 +135,14 @@ def _download(model: str) -> Path:
             f"model {model!r} is not bundled and the hub cannot be reached ({first}){_suggestion(model)}"
         ) from None
     except Exception as error:  # huggingface_hub 1 and later raise httpx errors, which have no OSError base
-        if type(error).__module__.split(".")[0] not in ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3"):
+        if type(error).__module__.split(".")[0] not in (
+            "httpx",
+            "httpx2",
+            "httpcore",
+            "httpcore2",
+            "requests",
+            "urllib3",
+        ):
             raise
         raise EnvironmentLacks(
             f"model {model!r} is not bundled and the hub cannot be reached ({type(error).__name__}){_suggestion(model)}"
@@ -146,9 +152,7 @@ def _download(model: str) -> Path:
 def _hub_error(model: str, error: Exception) -> TrlfitError:
     name = type(error).__name__
     if name == "GatedRepoError":
-        return EnvironmentLacks(
-            f"model {model!r} is gated: accept its licence on the hub, then run `hf auth login`"
-        )
+        return EnvironmentLacks(f"model {model!r} is gated: accept its licence on the hub, then run `hf auth login`")
     if name == "EntryNotFoundError" or name == "RemoteEntryNotFoundError":
         return UsageError(f"model {model!r} has no config.json on the hub; give a transformers model")
     if name == "RepositoryNotFoundError":

@@ -87,6 +87,12 @@ class LayerKind:
     """Scores are soft-capped, so no fused kernel applies under sdpa (Gemma 2)."""
     attention_sinks: bool = False
     """The softmax carries a learned sink (gpt-oss): no SDPA kernel."""
+    attention_gate: bool = False
+    """Half of a doubled ``q_proj`` gates the attention output (Qwen3-Next, Qwen3.5)."""
+    conv_channels: int = 0
+    """Channels of the depthwise convolution of a linear-attention layer; there ``heads`` are value heads and
+    ``kv_heads`` are key heads."""
+    conv_kernel: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -143,10 +149,14 @@ class Architecture:
     """Parameters outside all of the above that the text model still holds."""
     vision_parameters: int = 0
     """Towers and projectors of a composite model; held in memory, not walked as decoder layers."""
+    vision_linears: tuple[Linear, ...] = ()
+    """Every ``nn.Linear`` of those towers, which ``all-linear`` adapts too; counted in ``vision_parameters``."""
     max_positions: int = 0
     """Positions that the model was trained on (``max_position_embeddings``), 0 when it has no limit."""
     rope_theta: float | None = None
     rope_type: str = "default"
+    partial_rotary_factor: float = 1.0
+    """Share of each head that is rotated."""
     nested_rope: bool = False
     """RoPE is configured per layer type (Gemma 3): a flat ``rope_parameters`` would be refused."""
     logit_softcap: float | None = None
@@ -154,6 +164,12 @@ class Architecture:
     """Logits are multiplied by a constant (Granite's ``logits_scaling``, Cohere)."""
     is_composite: bool = False
     """The text model sits inside ``text_config``."""
+    class_name: str = ""
+    """The transformers class that was counted and that TRL loads: ``LlamaForCausalLM``."""
+    stored_dtype: str | None = None
+    """dtype that the checkpoint is stored in, as the config states it: ``bfloat16``."""
+    stored_quantization: str | None = None
+    """``quant_method`` of a checkpoint that is stored quantised (``mxfp4``); parameters are counted unpacked."""
     remote_code: bool = False
     """The config names ``auto_map`` code of its own; transformers must be told to trust it."""
     notes: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from planner.adapters import lora_modules
+from planner.adapters import lora_modules, outer_lora_modules
 from planner.architecture import Architecture, LayerKind
 from planner.choice import Method
 
@@ -28,8 +28,10 @@ class Block:
 
     def __add__(self, other: Block) -> Block:
         return Block(
-            self.trained + other.trained, self.frozen + other.frozen,
-            self.quantised + other.quantised, self.adapter + other.adapter,
+            self.trained + other.trained,
+            self.frozen + other.frozen,
+            self.quantised + other.quantised,
+            self.adapter + other.adapter,
         )
 
     def times(self, count: int) -> Block:
@@ -88,11 +90,18 @@ def parameter_blocks(
     other = plain(architecture.other_parameters) + Block(frozen=architecture.vision_parameters)
     if full and architecture.vision_parameters:
         other = plain(architecture.other_parameters + architecture.vision_parameters)
+    if not full:
+        outer = outer_lora_modules(architecture, lora_targets)
+        other = other + Block(adapter=sum(m.count * lora_r * (m.in_features + m.out_features) for m in outer))
     total = embedding + final_norm + head + other
     for index in architecture.order:
         total = total + kinds[index]
     return Blocks(
-        embedding=embedding, kinds=tuple(kinds), final_norm=final_norm, head=head, other=other,
+        embedding=embedding,
+        kinds=tuple(kinds),
+        final_norm=final_norm,
+        head=head,
+        other=other,
         cast_weights=tuple(sum(m.num_weights for m in k.linears) + _expert_parameters(k) for k in architecture.kinds),
         total=total,
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planner.choice import Alters
+from planner.choice import Alters, Method
 from planner.machine import Machine
 from planner.problem import PlanInput, Problem, make_problem, method_label, with_job
 from planner.search import Candidate, SearchResult, search
 from planner.units import format_gib, format_seconds
-from profiles.releases import newest_trl
+from profiles.releases import newest_known
 
 MIN_GAIN = 0.10
 """A change is offered beside a plan that fits only when it saves at least this share of the step."""
@@ -64,21 +64,46 @@ def changes_that_fit(inputs: PlanInput) -> list[Change]:
     found: list[Change | None] = []
     if "numerics" not in job.allow:
         allowed = with_job(inputs, allow=[*job.allow, "numerics"])
-        found.append(_try(allowed, "numerics", "numerics", "--allow numerics", "lighter weights or optimizer states"))
-    methods = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[job.method]
-    for method in methods:
         found.append(
-            _try(with_job(inputs, method=method), method, "method", f"--method {method}", f"{method_label(method)} instead of {method_label(job.method)}")  # type: ignore[arg-type]
+            _try(
+                allowed,
+                "numerics",
+                "numerics",
+                "--allow numerics",
+                "lighter weights or optimizer states",
+            )
         )
-    newest = newest_trl()
+    lighter: dict[Method, tuple[Method, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
+    for method in lighter[job.method]:
+        found.append(
+            _try(
+                with_job(inputs, method=method),
+                method,
+                "method",
+                f"--method {method}",
+                f"{method_label(method)} instead of {method_label(job.method)}",
+            )
+        )
+    newest = newest_known()["trl"]
     if inputs.stack.has("trl") and not inputs.stack.has("trl", newest):
         stack = inputs.stack.model_copy(update={"versions": {**inputs.stack.versions, "trl": newest}})
-        found.append(_try(replace(inputs, stack=stack), "newer TRL", "nothing", f"--stack trl={newest}", f"TRL {newest}"))
+        found.append(
+            _try(
+                replace(inputs, stack=stack),
+                "newer TRL",
+                "nothing",
+                f"--stack trl={newest}",
+                f"TRL {newest}",
+            )
+        )
     found.append(_shorter(inputs))
     if inputs.machine.usable_cards:
         for count, machine in _more_cards(inputs.machine):
             change = _try(
-                replace(inputs, machine=machine), "more GPUs", "nothing", f"--machine {count}x{inputs.profile.id if inputs.profile else 'CARD'}",
+                replace(inputs, machine=machine),
+                "more GPUs",
+                "nothing",
+                f"--machine {count}x{inputs.profile.id if inputs.profile else 'CARD'}",
                 f"{count} such GPUs",
             )
             if change is not None:
@@ -91,7 +116,13 @@ def _shorter(inputs: PlanInput) -> Change | None:
     """The longest power-of-two fraction of the sequence that fits."""
     length = inputs.job.seq_len // 2
     while length >= SHORTEST_OFFERED:
-        change = _try(with_job(inputs, seq_len=length), "fewer tokens", "nothing", f"--seq-len {length}", f"sequences of {length:,} tokens")
+        change = _try(
+            with_job(inputs, seq_len=length),
+            "fewer tokens",
+            "nothing",
+            f"--seq-len {length}",
+            f"sequences of {length:,} tokens",
+        )
         if change is not None:
             return change
         length //= 2
@@ -112,7 +143,10 @@ def changes_that_help(inputs: PlanInput, best: Candidate) -> list[Change]:
     held = f"{found.choice.weights} weights, {found.choice.optimizer}"
     return [
         Change(
-            lever="numerics", alters="numerics", flags="--allow numerics",
-            sentence=f"{held}: {gain:.0%} less time per step, but other rounding than fp32 states", candidate=found,
+            lever="numerics",
+            alters="numerics",
+            flags="--allow numerics",
+            sentence=f"{held}: {gain:.0%} less time per step, but other rounding than fp32 states",
+            candidate=found,
         )
     ]

@@ -12,7 +12,7 @@ from planner.hardware import Hardware
 from planner.units import MIB
 
 CUBLAS_WORKSPACE_BYTES = {9: 32 * MIB + 65536, 10: 32 * MIB + 65536}
-"""cuBLAS workspace of one stream by major compute capability (torch CUDAContextLight, default CUBLAS_WORKSPACE_CONFIG)."""
+"""cuBLAS workspace of one stream by major compute capability (torch CUDABlas, default CUBLAS_WORKSPACE_CONFIG)."""
 CUBLAS_WORKSPACE_DEFAULT_BYTES = 8 * MIB + 128 * 1024
 """The same before Hopper: :4096:2:16:8."""
 CONTEXT_BYTES = 500 * MIB

@@ -10,10 +10,20 @@ from planner.search import Candidate, Judge
 from planner.units import format_gib
 
 PART_NAMES = {
-    "weights": "weights", "gradients": "gradients", "master": "fp32 master copy", "moment1": "first moments",
-    "moment2": "second moments", "saved_activations": "saved activations", "recompute": "working activations",
-    "loss": "loss", "gather": "gathered weights", "buckets": "gradient buffers", "casts": "low-precision copies",
-    "offload_buffers": "offload buffers", "context": "CUDA context", "slack": "allocator slack",
+    "weights": "weights",
+    "gradients": "gradients",
+    "master": "fp32 master copy",
+    "moment1": "first moments",
+    "moment2": "second moments",
+    "saved_activations": "saved activations",
+    "recompute": "working activations",
+    "loss": "loss",
+    "gather": "gathered weights",
+    "buckets": "gradient buffers",
+    "casts": "low-precision copies",
+    "offload_buffers": "offload buffers",
+    "context": "CUDA context",
+    "slack": "allocator slack",
 }
 
 
@@ -43,13 +53,18 @@ def _without(choice: Choice) -> list[tuple[str, Choice]]:
     """(lever, the same choice without it) for every lever in use."""
     out: list[tuple[str, Choice]] = []
     if choice.recompute != "none":
-        plain = choice.offload - {"activations"}
-        out.append((f"recompute {choice.recompute}", replace(choice, recompute="none", offload=plain)))
+        rest = choice.offload - {"activations"}
+        out.append((f"recompute {choice.recompute}", replace(choice, recompute="none", offload=rest)))
     if "activations" in choice.offload:
         out.append(("activation offload", replace(choice, offload=choice.offload - {"activations"})))
     if choice.offload - {"activations"}:
         kept = choice.offload & {"activations"}
-        out.append(("offload of " + " and ".join(sorted(choice.offload - {"activations"})), replace(choice, offload=kept)))
+        out.append(
+            (
+                "offload of " + " and ".join(sorted(choice.offload - {"activations"})),
+                replace(choice, offload=kept),
+            )
+        )
     if choice.cp > 1:
         ranks = choice.dp_shard * choice.cp
         out.append((f"context parallelism over {choice.cp}", replace(choice, cp=1, dp_shard=ranks)))
@@ -57,7 +72,15 @@ def _without(choice: Choice) -> list[tuple[str, Choice]]:
         ranks = choice.dp_shard * choice.sp
         out.append((f"sequence parallelism over {choice.sp}", replace(choice, sp=1, dp_shard=ranks)))
     if choice.sharding not in ("none", "ddp"):
-        plain = replace(choice, sharding="ddp", dp_shard=1, dp_replicate=choice.num_gpus, cp=1, sp=1, offload=frozenset())
+        plain = replace(
+            choice,
+            sharding="ddp",
+            dp_shard=1,
+            dp_replicate=choice.num_gpus,
+            cp=1,
+            sp=1,
+            offload=frozenset(),
+        )
         out.append((f"sharding {choice.sharding}", plain))
     return out
 
@@ -68,7 +91,8 @@ def why(judge: Judge, candidate: Candidate) -> list[str]:
     name, size = largest_part(memory)
     place = f" of {format_gib(memory.capacity_bytes)}" if memory.capacity_bytes else ""
     reasons.append(
-        f"peak {format_gib(memory.device_bytes)}{place} GiB in {memory.peak_phase}; largest there: {name} {format_gib(size)} GiB"
+        f"peak {format_gib(memory.device_bytes)}{place} GiB in {memory.peak_phase};"
+        f" largest there: {name} {format_gib(size)} GiB"
     )
     for lever, other in _without(candidate.choice):
         neighbour = judge.judge(other, candidate.alters)
@@ -76,7 +100,11 @@ def why(judge: Judge, candidate: Candidate) -> list[str]:
             reasons.append(f"without {lever}: {shortage(neighbour.memory)}")
         elif neighbour.step_s > candidate.step_s * 1.001:
             slower = neighbour.step_s / candidate.step_s - 1
-            reasons.append(f"without {lever}: fits, but {slower:.0%} slower" if slower < 10 else f"without {lever}: fits, but far slower")
+            reasons.append(
+                f"without {lever}: fits, but {slower:.0%} slower"
+                if slower < 10
+                else f"without {lever}: fits, but far slower"
+            )
     if candidate.time is not None:
         part, seconds = max(candidate.time.parts.items(), key=lambda item: item[1])
         reasons.append(f"most time goes to {part}: {seconds / candidate.step_s:.0%} of the step")

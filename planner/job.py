@@ -20,11 +20,11 @@ class _Document(BaseModel):
 class LoraSpec(_Document):
     """Adapter shape, as PEFT's LoraConfig takes it."""
 
-    r: int = Field(16, ge=1, le=65536, description="Rank of the adapter.")
-    alpha: int | None = Field(None, ge=1, description="Scaling numerator; 2 x r when left out.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the adapter; keeps one more tensor per module.")
+    r: int = Field(default=16, ge=1, le=65536, description="Rank of the adapter.")
+    alpha: int | None = Field(default=None, ge=1, description="Scaling numerator; 2 x r when left out.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before the adapter.")
     target_modules: str | list[str] = Field(
-        "all-linear", description="`all-linear`, or module names such as [q_proj, v_proj]."
+        default="all-linear", description="`all-linear`, or module names such as [q_proj, v_proj]."
     )
 
     @field_validator("target_modules")
@@ -40,9 +40,9 @@ class LoraSpec(_Document):
 class DataSpec(_Document):
     """Training data and how rows become sequences."""
 
-    dataset: str | None = Field(None, description="Hub id, or a local .jsonl, .json, .parquet or .csv file.")
-    split: str = Field("train", description="Split of a hub data set.")
-    packing: bool = Field(False, description="Put several rows into one sequence of seq_len tokens.")
+    dataset: str | None = Field(default=None, description="Hub id, or a local .jsonl, .json, .parquet or .csv file.")
+    split: str = Field(default="train", description="Split of a hub data set.")
+    packing: bool = Field(default=False, description="Put several rows into one sequence of seq_len tokens.")
 
 
 class Job(_Document):
@@ -52,18 +52,21 @@ class Job(_Document):
     trainer: Trainer = "sft"
     method: Literal["full", "lora", "qlora"] = "full"
     lora: LoraSpec = Field(default_factory=LoraSpec)
-    quantization: Literal["nf4", "nf4-double", "int8"] = Field("nf4", description="Base weights under qlora.")
+    quantization: Literal["nf4", "nf4-double", "int8"] = Field(default="nf4", description="Base weights under qlora.")
     data: DataSpec = Field(default_factory=DataSpec)
-    seq_len: int = Field(4096, ge=8, le=MAX_SEQ_LEN, description="Longest sequence in tokens.")
-    global_batch: int = Field(8, ge=1, le=1_000_000, description="Sequences per optimizer step over all GPUs.")
-    machine: str = Field("local", min_length=1, description="local, cpu, NxCARD, or a machine.json.")
-    nodes: int = Field(1, ge=1, le=1024)
-    stack: dict[str, str] = Field(default_factory=dict, description="Package versions to plan for; others as installed.")
+    seq_len: int = Field(default=4096, ge=8, le=MAX_SEQ_LEN, description="Longest sequence in tokens.")
+    global_batch: int = Field(default=8, ge=1, le=1_000_000, description="Sequences per optimizer step over all GPUs.")
+    machine: str = Field(default="local", min_length=1, description="local, cpu, NxCARD, or a machine.json.")
+    nodes: int = Field(default=1, ge=1, le=1024)
+    stack: dict[str, str] = Field(
+        default_factory=dict, description="Package versions to plan for; others as installed."
+    )
     allow: list[Literal["numerics", "method"]] = Field(
-        default_factory=list, description="What the planner may alter on its own; otherwise it is only offered."
+        default_factory=list[Literal["numerics", "method"]],
+        description="What the planner may alter on its own; otherwise it is only offered.",
     )
     goal: Goal = "fastest"
-    reserve: float = Field(0.05, ge=0, lt=1, description="Share of each card kept free.")
+    reserve: float = Field(default=0.05, ge=0, lt=1, description="Share of each card kept free.")
     trl: dict[str, Any] = Field(default_factory=dict, description="Passed through to the trainer's config.")
     pins: dict[str, Any] = Field(default_factory=dict, description="Knob -> value that the planner must keep.")
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.adapters import lora_modules
+from planner.adapters import lora_modules, outer_lora_modules
 from planner.architecture import Architecture
 from planner.blocks import Block
 from planner.choice import Choice, Method
-from planner.memory import OFFLOAD_BANDS, MemoryModel, rank_tokens
+from planner.memory import MemoryModel, rank_tokens
+from planner.phases import OFFLOAD_BANDS, held_bytes
 from planner.plan_json import memory_json, time_json
 from planner.problem import Problem
 from planner.search import Candidate
-from planner.states import Roles
+from planner.states import RoleTable
 from planner.units import format_bytes
 
 LEDGER_SCHEMA = "trlfit.ledger/1"
@@ -34,7 +35,9 @@ def state_source(choice: Choice) -> str:
     return STATE_SOURCES["fsdp"]
 
 
-def group_blocks(architecture: Architecture, method: Method, lora_r: int, targets: str | tuple[str, ...]) -> dict[str, Block]:
+def group_blocks(
+    architecture: Architecture, method: Method, lora_r: int, targets: str | tuple[str, ...]
+) -> dict[str, Block]:
     """Parameters of each group by fate; adapters are a group of their own."""
     out: dict[str, Block] = {}
     quantised: dict[str, int] = {}
@@ -49,34 +52,32 @@ def group_blocks(architecture: Architecture, method: Method, lora_r: int, target
         packed = quantised.get(group, 0)
         out[group] = Block(trained=count) if method == "full" else Block(frozen=count - packed, quantised=packed)
     if method != "full":
+        outer = outer_lora_modules(architecture, targets)
         modules = lora_modules(architecture, targets)
         adapters = sum(
-            m.count * lora_r * (m.in_features + m.out_features)
-            for index in architecture.order for m in modules[index]
-        )
+            m.count * lora_r * (m.in_features + m.out_features) for index in architecture.order for m in modules[index]
+        ) + sum(m.count * lora_r * (m.in_features + m.out_features) for m in outer)
         out["adapters"] = Block(adapter=adapters)
     return out
 
 
-def _role_bytes(block: Block, roles: dict[str, Roles]) -> dict[str, int]:
+def _role_bytes(block: Block, roles: RoleTable) -> dict[str, int]:
     """Bytes on one GPU of the five roles of one group."""
-    fates = {"trained": block.trained, "frozen": block.frozen, "quantised": block.quantised, "adapters": block.adapter}
-    total = dict.fromkeys(("weights", "gradients", "master", "moment1", "moment2"), 0.0)
-    for fate, count in fates.items():
-        r = roles[fate]
-        total["weights"] += count * r.weights / r.weights_ranks
-        total["gradients"] += count * r.gradients / r.gradients_ranks
-        for role, width in (("master", r.master), ("moment1", r.moment1), ("moment2", r.moment2)):
-            total[role] += count * width / r.optimizer_ranks
-    return {role: int(size) for role, size in total.items()}
+    held = held_bytes(block, roles)
+    return {role: int(getattr(held, role)) for role in ("weights", "gradients", "master", "moment1", "moment2")}
 
 
-def _states_text(block: Block, roles: dict[str, Roles], role: str) -> str:
+def _states_text(block: Block, roles: RoleTable, role: str) -> str:
     """``8,190,735,360 x 4 B / 8 GPUs`` for one role over every fate that has it."""
     terms: list[str] = []
-    fates = {"trained": block.trained, "frozen": block.frozen, "quantised": block.quantised, "adapters": block.adapter}
-    for fate, count in fates.items():
-        r = roles[fate]
+    counts = {
+        "trained": block.trained,
+        "frozen": block.frozen,
+        "quantised": block.quantised,
+        "adapters": block.adapter,
+    }
+    for fate, r in roles.items():
+        count = counts[fate]
         width = getattr(r, role)
         ranks = {"weights": r.weights_ranks, "gradients": r.gradients_ranks}.get(role, r.optimizer_ranks)
         if count and width:
@@ -87,7 +88,7 @@ def _states_text(block: Block, roles: dict[str, Roles], role: str) -> str:
 class _Texts:
     """Formulas with numbers in them for the parts of a phase."""
 
-    def __init__(self, model: MemoryModel, choice: Choice, roles: dict[str, Roles]) -> None:
+    def __init__(self, model: MemoryModel, choice: Choice, roles: RoleTable) -> None:
         self.model, self.choice, self.roles = model, choice, roles
         self.total = model.blocks(choice.method).total
         self.coefficients, _ = model.evaluated(choice)
@@ -100,17 +101,21 @@ class _Texts:
             return f"up to {text}, as far as backward has come" if part == "gradients" and phase == "backward" else text
         arch = self.model.job.architecture
         if part == "saved_activations":
-            kept = {"none": "every layer's saved tensors", "selective": "layer inputs and attention outputs"}.get(
-                self.choice.recompute, "layer inputs"
-            )
+            kept = {
+                "none": "every layer's saved tensors",
+                "selective": "layer inputs and attention outputs",
+            }.get(self.choice.recompute, "layer inputs")
             bands = f", {OFFLOAD_BANDS} layers of them on the card" if "activations" in self.choice.offload else ""
             return f"{kept} of {arch.num_layers} layers x {self.tokens:,} tokens{bands}"
         if part == "recompute":
             return f"one layer at work on {self.tokens:,} tokens" if phase != "step" else "the optimizer's own copies"
         if part == "loss":
-            return f"{self.choice.loss_path}: {self.tokens:,} tokens x {arch.vocab:,} vocabulary, hidden {arch.hidden:,}"
+            return (
+                f"{self.choice.loss_path}: {self.tokens:,} tokens x {arch.vocab:,} vocabulary, hidden {arch.hidden:,}"
+            )
         return {
-            "gather": "unsharded weights in use and prefetched" + (", keys and values of the ring" if self.choice.cp > 1 else ""),
+            "gather": "unsharded weights in use and prefetched"
+            + (", keys and values of the ring" if self.choice.cp > 1 else ""),
             "buckets": "gradient buckets and the copy being reduced",
             "casts": "2 B copies of fp32 weights that autocast keeps",
             "offload_buffers": "buffers on the way to the host",
@@ -164,8 +169,11 @@ def ledger(problem: Problem, candidate: Candidate) -> dict[str, Any]:
                 "bytes": phase.bytes,
                 "parts": [
                     {
-                        "part": part, "bytes": size, "text": format_bytes(size),
-                        "formula": texts.formula(part, phase.name), "source": texts.source(part),
+                        "part": part,
+                        "bytes": size,
+                        "text": format_bytes(size),
+                        "formula": texts.formula(part, phase.name),
+                        "source": texts.source(part),
                     }
                     for part, size in phase.parts.items()
                     if size

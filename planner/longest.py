@@ -59,7 +59,10 @@ def longest(inputs: PlanInput) -> tuple[int, tuple[Stair, ...]]:
     base: dict[str, Any] = {"recompute": "none", "offload": [], "cp": 1, "sp": 1}
     stairs: list[Stair] = []
     for lever, freed in (
-        ("no lever", ()), ("recompute", ("recompute",)), ("offload", ("offload",)), ("split over cards", ("cp", "sp")),
+        ("no lever", ()),
+        ("recompute", ("recompute",)),
+        ("offload", ("offload",)),
+        ("split over cards", ("cp", "sp")),
     ):
         for knob in freed:
             base.pop(knob)

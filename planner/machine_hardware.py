@@ -19,11 +19,19 @@ def cpu_hardware(machine: Machine, processes: int | None = None) -> Hardware:
     cores = host.cores if host else 1
     ranks = processes or 1
     return Hardware(
-        device="cpu", name="CPU", gpus_per_node=ranks, nodes=machine.nodes,
+        device="cpu",
+        name="CPU",
+        gpus_per_node=ranks,
+        nodes=machine.nodes,
         capacity_bytes=host.available_bytes // ranks if host else None,
-        matmul_flops=cores * CPU_CORE_FLOPS / ranks, fp32_flops=cores * CPU_CORE_FLOPS / ranks,
-        bandwidth=CPU_BANDWIDTH / ranks, link=CPU_BANDWIDTH / 4, link_name="loopback", host_link=None,
-        host_available_bytes=None, rates_source=f"guessed from {cores} cores",
+        matmul_flops=cores * CPU_CORE_FLOPS / ranks,
+        fp32_flops=cores * CPU_CORE_FLOPS / ranks,
+        bandwidth=CPU_BANDWIDTH / ranks,
+        link=CPU_BANDWIDTH / 4,
+        link_name="loopback",
+        host_link=None,
+        host_available_bytes=None,
+        rates_source=f"guessed from {cores} cores",
     )
 
 
@@ -35,29 +43,49 @@ def gpu_hardware(machine: Machine, profile: CardProfile | None) -> Hardware:
         profile: rates of that card; None leaves times unknown.
     """
     cards = sorted(machine.usable_cards, key=lambda card: (_taken(card), card.index))
+    if any(card.mig_mode == "slice" for card in cards):
+        # CUDA gives one process a single MIG slice, so slices never work together.
+        cards = [max(cards, key=lambda card: (card.total_bytes - _taken(card), -card.index))]
+    compute_share = min(card.compute_share for card in cards)
+    memory_share = min(card.memory_share for card in cards)
     smallest = min(card.total_bytes for card in cards)
     capability = min((c.compute_capability for c in cards if c.compute_capability), default=None, key=_capability)
     if capability is None and profile is not None:
         capability = profile.compute_capability
-    nvlink = profile is not None and profile.nvlink_total_gb_s > 0 and _all_linked(machine)
+    nvlink = profile is not None and profile.nvlink != "none" and _all_linked(machine, profile)
     pcie = _pcie_bytes_per_s(cards, profile)
     host = machine.host
     return Hardware(
-        device="cuda", name=profile.id if profile else cards[0].name, gpus_per_node=len(cards), nodes=machine.nodes,
-        capacity_bytes=smallest, taken_bytes=tuple(_taken(card) for card in cards),
-        card_indices=tuple(card.index for card in cards), compute_capability=capability,
-        matmul_flops=_flops(profile), fp32_flops=profile.fp32_tflops * TERA if profile and profile.fp32_tflops else None,
-        bandwidth=profile.hbm_gb_s * GIGA if profile else None,
+        device="cuda",
+        name=profile.id if profile else cards[0].name,
+        gpus_per_node=len(cards),
+        nodes=machine.nodes,
+        capacity_bytes=smallest,
+        taken_bytes=tuple(_taken(card) for card in cards),
+        card_indices=tuple(card.index for card in cards),
+        compute_capability=capability,
+        matmul_flops=_scaled(_flops(profile), compute_share),
+        fp32_flops=profile.fp32_tflops * TERA * compute_share if profile and profile.fp32_tflops else None,
+        bandwidth=profile.hbm_gb_s * GIGA * memory_share if profile else None,
         link=profile.nvlink_total_gb_s * GIGA / 2 if nvlink and profile else pcie,
-        link_name="NVLink" if nvlink else "PCIe", host_link=pcie,
-        power_w=max((c.power_limit_w for c in cards if c.power_limit_w), default=profile.tdp_w if profile else None),
+        link_name="NVLink" if nvlink else "PCIe",
+        host_link=pcie,
+        power_w=max(
+            (c.power_limit_w for c in cards if c.power_limit_w),
+            default=profile.tdp_w if profile else None,
+        ),
         host_available_bytes=host.available_bytes if host else None,
         rates_source="; ".join(profile.sources) if profile else "",
     )
 
 
 def _taken(card: Card) -> int:
-    return card.used_bytes
+    """Bytes that a new process cannot have: other processes' and the driver's own."""
+    return card.used_bytes + card.reserved_bytes
+
+
+def _scaled(rate: float | None, share: float) -> float | None:
+    return None if rate is None else rate * share
 
 
 def _capability(text: str) -> tuple[int, ...]:
@@ -71,10 +99,10 @@ def _flops(profile: CardProfile | None) -> float | None:
     return rate * TERA if rate else None
 
 
-def _all_linked(machine: Machine) -> bool:
-    """Every usable card reaches every other over NVLink; a named machine is taken to be built that way."""
+def _all_linked(machine: Machine, profile: CardProfile) -> bool:
+    """Every usable card reaches every other over NVLink; of a named machine only what the product always has counts."""
     if machine.origin == "named":
-        return True
+        return profile.nvlink == "all"
     indices = {card.index for card in machine.usable_cards}
     return all(indices - {card.index} <= set(card.nvlink_peers) for card in machine.usable_cards)
 

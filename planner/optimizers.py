@@ -40,27 +40,66 @@ OPTIMIZERS: dict[str, Optimizer] = {
     for o in (
         Optimizer(name="adamw_torch_fused", moment1=None, moment2=None),
         Optimizer(
-            name="adamw_torch", moment1=None, moment2=None, step_transient=1.0,
+            name="adamw_torch",
+            moment1=None,
+            moment2=None,
+            step_transient=1.0,
             note="the foreach implementation holds one more copy of all local parameters during step()",
         ),
         Optimizer(name="adamw_torch_8bit", moment1=1.02, moment2=1.02, needs="torchao", numerics=True),
         Optimizer(name="adamw_torch_4bit", moment1=0.53, moment2=0.53, needs="torchao", numerics=True),
-        Optimizer(name="adamw_bnb_8bit", moment1=1.015, moment2=1.015, needs="bitsandbytes", numerics=True, device="cuda"),
         Optimizer(
-            name="paged_adamw_8bit", moment1=1.015, moment2=1.015, needs="bitsandbytes", numerics=True, device="cuda",
+            name="adamw_bnb_8bit",
+            moment1=1.015,
+            moment2=1.015,
+            needs="bitsandbytes",
+            numerics=True,
+            device="cuda",
+        ),
+        Optimizer(
+            name="paged_adamw_8bit",
+            moment1=1.015,
+            moment2=1.015,
+            needs="bitsandbytes",
+            numerics=True,
+            device="cuda",
             note="states in unified memory; counted as resident",
         ),
         Optimizer(name="paged_adamw_32bit", moment1=4, moment2=4, needs="bitsandbytes", device="cuda"),
-        Optimizer(name="lion_32bit", moment1=4, moment2=0, needs="bitsandbytes", numerics=True, device="cuda"),
-        Optimizer(name="lion_8bit", moment1=1.02, moment2=0, needs="bitsandbytes", numerics=True, device="cuda"),
-        Optimizer(name="adafactor", moment1=0, moment2=0.02, numerics=True, note="row and column sums only"),
+        Optimizer(
+            name="lion_32bit",
+            moment1=4,
+            moment2=0,
+            needs="bitsandbytes",
+            numerics=True,
+            device="cuda",
+        ),
+        Optimizer(
+            name="lion_8bit",
+            moment1=1.02,
+            moment2=0,
+            needs="bitsandbytes",
+            numerics=True,
+            device="cuda",
+        ),
+        Optimizer(
+            name="adafactor",
+            moment1=0,
+            moment2=0.02,
+            numerics=True,
+            note="row and column sums only",
+        ),
         Optimizer(name="rmsprop", moment1=0, moment2=None, numerics=True),
         Optimizer(name="adagrad", moment1=0, moment2=4, numerics=True, note="allocated at construction"),
         Optimizer(name="sgd", moment1=0, moment2=0, numerics=True),
     )
 }
 
-ALIASES = {"adamw_8bit": "adamw_bnb_8bit", "adamw_hf": "adamw_torch", "paged_adamw": "paged_adamw_32bit"}
+ALIASES = {
+    "adamw_8bit": "adamw_bnb_8bit",
+    "adamw_hf": "adamw_torch",
+    "paged_adamw": "paged_adamw_32bit",
+}
 
 
 def find_optimizer(name: str) -> Optimizer:

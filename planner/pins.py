@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from planner.choice import (
     LOSS_PATHS,
@@ -45,8 +45,10 @@ def _size(knob: str, value: Any) -> int:
 
 
 def _offload(knob: str, value: Any) -> frozenset[str]:
-    parts = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
-    words = frozenset(text for part in parts if (text := str(part).strip()))
+    given = (
+        cast("list[Any]", list(value)) if isinstance(value, (list, tuple, set, frozenset)) else str(value).split(",")
+    )
+    words = frozenset(text for part in given if (text := str(part).strip()))
     unknown = sorted(words - set(OFFLOAD_TARGETS))
     if unknown:
         raise PinError(f"{knob}={unknown[0]} is not a value of this knob; use a subset of {', '.join(OFFLOAD_TARGETS)}")

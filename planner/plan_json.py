@@ -31,7 +31,11 @@ def memory_json(memory: MemoryEstimate) -> dict[str, Any]:
         "peak_phase": memory.peak_phase,
         "evidence": memory.evidence,
         "phases": [
-            {"name": phase.name, "bytes": phase.bytes, "parts": {part: size for part, size in phase.parts.items() if size}}
+            {
+                "name": phase.name,
+                "bytes": phase.bytes,
+                "parts": {part: size for part, size in phase.parts.items() if size},
+            }
             for phase in memory.phases
         ],
         "roles": {group: roles.to_json() for group, roles in memory.roles.items()},
@@ -55,7 +59,12 @@ def time_json(time: TimeEstimate | None) -> dict[str, Any] | None:
 
 
 def candidate_json(
-    candidate: Candidate, *, why: Sequence[str], files: Sequence[str], warnings: Sequence[str], cards: Sequence[int]
+    candidate: Candidate,
+    *,
+    why: Sequence[str],
+    files: Sequence[str],
+    warnings: Sequence[str],
+    cards: Sequence[int],
 ) -> dict[str, Any]:
     """One candidate as the plan prints it."""
     return {
@@ -96,5 +105,3 @@ def architecture_json(architecture: Architecture, blocks: Blocks) -> dict[str, A
         "max_positions": architecture.max_positions,
         "notes": list(architecture.notes),
     }
-
-

@@ -52,7 +52,7 @@ def make_plan(inputs: PlanInput) -> PlanOutcome:
     problem = make_problem(inputs)
     refused = job_refusals(problem.judge.rules)
     if refused:
-        raise RefusedJob(refused[0].sentence)
+        raise RefusedJob(refused[0].reason)
     goal = inputs.job.goal
     result = search(problem.judge, problem.options, goal)
     if not result.fitting and not result.near_misses:
@@ -69,21 +69,26 @@ def make_plan(inputs: PlanInput) -> PlanOutcome:
 def _contradiction(problem: Problem, result: SearchResult) -> str:
     """One sentence when no combination of knobs is legal: the rule that refused the most."""
     if not result.rejected:
-        return "no combination of the pinned sizes gives a run on this machine; drop a pin among gpus, cp, sp, tp, dp_shard, dp_replicate"
+        return (
+            "no combination of the pinned sizes gives a run on this machine; "
+            "drop a pin among gpus, cp, sp, tp, dp_shard, dp_replicate"
+        )
     pinned = problem.options.pins
     frame = next(iter(frames(problem.options, problem.hardware)), None)
     if frame is not None and len(pinned) >= 10:
         reasons = all_refusals(problem.judge.rules, frame[0])
         if reasons:
-            return "these pins contradict each other: " + "; ".join(r.sentence for r in reasons)
+            return "these pins contradict each other: " + "; ".join(r.reason for r in reasons)
     _, refusal, _ = max(result.rejected.values(), key=lambda item: item[0])
-    return f"no run is possible: {refusal.sentence}"
+    return f"no run is possible: {refusal.reason}"
 
 
 def _candidate(problem: Problem, candidate: Candidate, *, reasons: list[str]) -> dict[str, Any]:
     nodes = -(-candidate.choice.num_gpus // max(1, problem.hardware.gpus_per_node))
     return candidate_json(
-        candidate, why=reasons, files=run_file_names(candidate.choice, nodes),
+        candidate,
+        why=reasons,
+        files=run_file_names(candidate.choice, nodes),
         warnings=warnings_for(problem.judge.rules, candidate.choice),
         cards=problem.hardware.cards_for(candidate.choice.num_gpus),
     )
@@ -108,12 +113,15 @@ def _document(problem: Problem, result: SearchResult, changes: list[Change]) -> 
         "candidates": ([best] if best else []) + others + ([] if shown else missing),
         "near_misses": missing,
         "rejected": {
-            rule: {"count": count, "example": refusal.sentence, "choice": choice.to_json()}
+            rule: {"count": count, "example": refusal.reason, "choice": choice.to_json()}
             for rule, (count, refusal, choice) in sorted(result.rejected.items())
         },
         "changes": [
             {
-                "lever": change.lever, "alters": change.alters, "flags": change.flags, "sentence": change.sentence,
+                "lever": change.lever,
+                "alters": change.alters,
+                "flags": change.flags,
+                "sentence": change.sentence,
                 "candidate": _candidate(problem, change.candidate, reasons=[]),
             }
             for change in changes

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from planner.architecture import Architecture
-from planner.choice import ZERO, Choice, Method
+from planner.choice import ZERO, Attention, Choice, LossPath, Method
 from planner.formula import formula_coefficients
 from planner.hardware import Hardware
 from planner.job import Job
@@ -72,22 +72,31 @@ def memory_job(job: Job, architecture: Architecture, stack: Stack) -> MemoryJob:
     targets = job.lora.target_modules
     release = trl_release(stack.versions.get("trl", ""))
     return MemoryJob(
-        architecture=architecture, seq_len=job.seq_len, lora_r=job.lora.r,
-        lora_targets=targets if isinstance(targets, str) else tuple(targets), lora_dropout=job.lora.dropout > 0,
-        quantization=job.quantization, rows_per_sequence=2 if job.trainer in PREFERENCE_PAIRS else 1,
-        padded=not job.data.packing, reference_model=job.trainer in REFERENCE_TRAINERS and job.method == "full",
-        scores_vocabulary=job.trainer != "reward", full_logits_bytes=release.nll_bytes_per_logit,
+        architecture=architecture,
+        seq_len=job.seq_len,
+        lora_r=job.lora.r,
+        lora_targets=targets if isinstance(targets, str) else tuple(targets),
+        lora_dropout=job.lora.dropout > 0,
+        quantization=job.quantization,
+        rows_per_sequence=2 if job.trainer in PREFERENCE_PAIRS else 1,
+        padded=not job.data.packing,
+        reference_model=job.trainer in REFERENCE_TRAINERS and job.method == "full",
+        scores_vocabulary=job.trainer != "reward",
+        full_logits_bytes=release.nll_bytes_per_logit,
+        full_logits_bytes_batched=release.nll_bytes_per_logit_batched,
     )
 
 
-def space_options(job: Job, architecture: Architecture, stack: Stack, hardware: Hardware, pins: dict[str, Any]) -> SpaceOptions:
+def space_options(
+    job: Job, architecture: Architecture, stack: Stack, hardware: Hardware, pins: dict[str, Any]
+) -> SpaceOptions:
     """What bounds the space for ``job``."""
     release = trl_release(stack.versions.get("trl", ""))
-    loss_paths = tuple(p for p in release.loss_paths if p != "liger" or stack.has("liger-kernel"))
+    loss_paths = tuple(p for p in release.loss_paths_for(job.trainer) if p != "liger" or stack.has("liger-kernel"))
     # Where the stack has a path without full logits, that path is never worse; full logits stay for pins.
-    if len(loss_paths) > 1 and release.default_loss_path != "full_logits":
+    if len(loss_paths) > 1 and loss_paths[0] != "full_logits":
         loss_paths = tuple(p for p in loss_paths if p != "full_logits")
-    attentions = ["sdpa"]
+    attentions: list[Attention] = ["sdpa"]
     if any(kind.attention_softcap or kind.attention_sinks for kind in architecture.kinds):
         attentions = ["eager"]
     if hardware.device == "cuda" and (stack.has("flash-attn") or stack.has("kernels")):
@@ -98,9 +107,15 @@ def space_options(job: Job, architecture: Architecture, stack: Stack, hardware: 
     elif stack.has("torchao"):
         eight_bit.append("adamw_torch_8bit")
     return SpaceOptions(
-        method=job.method, seq_len=job.seq_len, global_batch=job.global_batch, packing=job.data.packing,
-        loss_paths=loss_paths, attentions=tuple(attentions), optimizers_8bit=tuple(eight_bit),
-        allow_numerics="numerics" in job.allow, pins=pins,
+        method=job.method,
+        seq_len=job.seq_len,
+        global_batch=job.global_batch,
+        packing=job.data.packing,
+        loss_paths=cast("tuple[LossPath, ...]", loss_paths),
+        attentions=tuple(attentions),
+        optimizers_8bit=tuple(eight_bit),
+        allow_numerics="numerics" in job.allow,
+        pins=pins,
     )
 
 
@@ -116,14 +131,23 @@ def make_problem(inputs: PlanInput) -> Problem:
     shared = memory_job(job, architecture, stack)
     memory = MemoryModel(job=shared, hardware=hardware, reserve=job.reserve, source=inputs.source)
     rules = build_context(
-        job, architecture, stack, device=hardware.device, gpus_per_node=hardware.gpus_per_node,
+        job,
+        architecture,
+        stack,
+        device=hardware.device,
+        gpus_per_node=hardware.gpus_per_node,
         compute_capability=hardware.compute_capability,
     )
     judge = Judge(
-        memory=memory, time=TimeModel(job=shared, hardware=hardware, blocks_of=memory.blocks), rules=rules, hardware=hardware
+        memory=memory,
+        time=TimeModel(job=shared, hardware=hardware, blocks_of=memory.blocks),
+        rules=rules,
+        hardware=hardware,
     )
     return Problem(
-        inputs=inputs, hardware=hardware, judge=judge,
+        inputs=inputs,
+        hardware=hardware,
+        judge=judge,
         options=space_options(job, architecture, stack, hardware, pins),
     )
 

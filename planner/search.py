@@ -1,11 +1,12 @@
-"""Search: judge every frame, find its largest fitting micro-batch, rank what fits, keep the closest of what does not."""
+"""Search: judge every frame and micro-batch, rank what fits, keep the closest of what does not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import inf, log
 
-from planner.choice import Alters, Choice
+from planner.choice import ZERO, Alters, Choice
 from planner.hardware import Hardware
 from planner.memory import MemoryEstimate, MemoryModel
 from planner.rules import Refusal, RuleContext, first_refusal
@@ -32,7 +33,7 @@ class Candidate:
     @property
     def step_s(self) -> float:
         """Seconds per step; infinite when the card's rates are not known."""
-        return self.time.step_s if self.time else float("inf")
+        return self.time.step_s if self.time else inf
 
 
 @dataclass(slots=True)
@@ -66,6 +67,8 @@ class Judge:
         return Candidate(choice=choice, alters=alters, memory=memory, time=self.time.estimate(choice))
 
 
+SAME_SPEED = 0.05
+"""Step times this close are one speed: a fifth of the time model's own interval."""
 NEAR_MISSES = 64
 """Kept while searching; the plan shows the closest few."""
 
@@ -97,19 +100,19 @@ def search(judge: Judge, options: SpaceOptions, goal: str) -> SearchResult:
             result.fitting.append(
                 Candidate(choice=choice, alters=alters, memory=memory, time=judge.time.estimate(choice))
             )
-    result.fitting.sort(key=lambda candidate: rank_key(candidate, goal))
+    result.fitting = rank(result.fitting, goal)
     misses.sort(key=_shortage)
-    result.near_misses = [
-        replace(miss, time=judge.time.estimate(miss.choice)) for miss in misses[:NEAR_MISSES]
-    ]
+    result.near_misses = [replace(miss, time=judge.time.estimate(miss.choice)) for miss in misses[:NEAR_MISSES]]
     return result
 
 
 def _reject_batch(result: SearchResult, frame: Choice, options: SpaceOptions) -> None:
     refusal = Refusal(
         rule="global-batch-divides",
-        sentence=f"a global batch of {options.global_batch} does not divide over {frame.data_parallel} data-parallel ranks",
-        source="kept exactly by design: micro_batch x grad_accum x data-parallel ranks = global_batch",
+        reason=f"a global batch of {options.global_batch} does not divide over {frame.data_parallel} ranks with data",
+        why="the global batch is kept exactly",
+        versions="all",
+        source="micro_batch x grad_accum x data-parallel ranks = global_batch",
     )
     count, first, example = result.rejected.get(refusal.rule, (0, refusal, frame))
     result.rejected[refusal.rule] = (count + 1, first, example)
@@ -121,21 +124,41 @@ def _shortage(candidate: Candidate) -> tuple[int, int]:
 
 
 def _simplicity(choice: Choice) -> tuple[int, ...]:
-    """Between equals the run with fewer moving parts wins."""
-    return (len(choice.offload), choice.cp * choice.sp, choice.num_gpus, int(choice.recompute != "full"))
+    """Between equals the run with fewer moving parts wins: packages, offload, splits, GPUs, recompute."""
+    return (
+        int(choice.sharding in ZERO),
+        len(choice.offload),
+        choice.cp * choice.sp,
+        choice.num_gpus,
+        int(choice.recompute != "full"),
+    )
 
 
-def rank_key(candidate: Candidate, goal: str) -> tuple[object, ...]:
-    """Sort key: what it alters first, then the goal, then simplicity."""
-    group = GROUPS.index(candidate.alters)
-    choice, memory = candidate.choice, candidate.memory
-    headroom = -(memory.headroom_bytes if memory.headroom_bytes is not None else 0)
-    step = round(candidate.step_s, 6)
-    if goal == "fewest_gpus":
-        return (group, choice.num_gpus, step, *_simplicity(choice), headroom)
-    if goal == "headroom":
-        return (group, headroom, step, *_simplicity(choice))
-    return (group, step, *_simplicity(choice), headroom)
+def rank(candidates: list[Candidate], goal: str) -> list[Candidate]:
+    """Best first: what a candidate alters, then the goal, then simplicity.
+
+    Step times are compared in bands of ``SAME_SPEED`` above the group's fastest, because the time model cannot tell
+    closer ones apart; inside a band the simpler run comes first.
+    """
+    fastest: dict[str, float] = {}
+    for c in candidates:
+        fastest[c.alters] = min(c.step_s, fastest.get(c.alters, inf))
+
+    def band(c: Candidate) -> int:
+        best = fastest[c.alters]
+        return int(log(c.step_s / best) / log(1 + SAME_SPEED)) if 0 < best < inf and c.step_s < inf else 0
+
+    def key(c: Candidate) -> tuple[float, ...]:
+        group = GROUPS.index(c.alters)
+        headroom = -(c.memory.headroom_bytes if c.memory.headroom_bytes is not None else 0)
+        pace = (band(c), *_simplicity(c.choice), c.step_s, headroom)
+        if goal == "fewest_gpus":
+            return (group, c.choice.num_gpus, *pace)
+        if goal == "headroom":
+            return (group, headroom, *pace)
+        return (group, *pace)
+
+    return sorted(candidates, key=key)
 
 
 def distinct(candidates: Iterable[Candidate], limit: int) -> list[Candidate]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from planner.architecture import Architecture
 from planner.blocks import Blocks
-from planner.choice import FSDP2, ZERO, Choice
+from planner.choice import ZERO, Choice
 from planner.states import Roles, compute_bytes
 
 ZERO_BUCKET_ELEMENTS = 500_000_000
@@ -40,7 +40,12 @@ class ShardingBytes:
 
 
 def sharding_bytes(
-    choice: Choice, architecture: Architecture, blocks: Blocks, trained: Roles, seq_len: int, tail_group: bool
+    choice: Choice,
+    architecture: Architecture,
+    blocks: Blocks,
+    trained: Roles,
+    seq_len: int,
+    tail_group: bool,
 ) -> ShardingBytes:
     """Extra bytes of ``choice.sharding``.
 
@@ -110,7 +115,9 @@ def _zero(choice: Choice, architecture: Architecture, blocks: Blocks) -> Shardin
     fp32_partition = 4 * trainable // ranks
     if choice.sharding in ("zero1", "zero2"):
         return ShardingBytes(
-            layer_gather=(0,) * num_kinds, layer_reduce=(0,) * num_kinds, rest_buckets=bucket,
+            layer_gather=(0,) * num_kinds,
+            layer_reduce=(0,) * num_kinds,
+            rest_buckets=bucket,
             step_bytes=fp32_partition + bucket,
         )
     layers = [b.trained + b.frozen + b.adapter for b in blocks.kinds]
@@ -118,6 +125,10 @@ def _zero(choice: Choice, architecture: Architecture, blocks: Blocks) -> Shardin
     head = 2 * architecture.vocab * architecture.hidden
     sub_group = 4 * min(1_000_000_000, trainable // ranks)
     return ShardingBytes(
-        layer_gather=tuple(max(2 * 2 * n, live) for n in layers), layer_reduce=tuple(2 * b.trainable for b in blocks.kinds),
-        root_loss=head, rest_buckets=bucket, step_bytes=sub_group, save_bytes=2 * head,
+        layer_gather=tuple(max(2 * 2 * n, live) for n in layers),
+        layer_reduce=tuple(2 * b.trainable for b in blocks.kinds),
+        root_loss=head,
+        rest_buckets=bucket,
+        step_bytes=sub_group,
+        save_bytes=2 * head,
     )

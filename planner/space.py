@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
-from planner.choice import FSDP2, ZERO, Alters, Choice, Method
+from planner.choice import (
+    FSDP2,
+    ZERO,
+    Alters,
+    Attention,
+    Choice,
+    LossPath,
+    Method,
+    MixedPrecision,
+    OffloadTarget,
+    Recompute,
+    Weights,
+)
 from planner.hardware import Hardware
 
 CP_FROM_TOKENS = 8192
@@ -19,8 +31,8 @@ MAX_MICRO_BATCH = 256
 class Numerics:
     """One way to hold weights and optimizer states, and whether it alters what the user asked for."""
 
-    weights: str
-    mixed_precision: str
+    weights: Weights
+    mixed_precision: MixedPrecision
     optimizer: str
     alters: Alters
 
@@ -33,21 +45,32 @@ class SpaceOptions:
     seq_len: int
     global_batch: int
     packing: bool
-    loss_paths: tuple[str, ...]
-    attentions: tuple[str, ...]
+    loss_paths: tuple[LossPath, ...]
+    attentions: tuple[Attention, ...]
     optimizers_8bit: tuple[str, ...] = ()
     allow_numerics: bool = False
     pins: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def numerics_options(options: SpaceOptions, hardware: Hardware) -> list[Numerics]:
-    """Ways to hold weights and states, the unaltered one first."""
-    half = "bf16" if hardware.has_bf16 else "fp16"
+    """Ways to hold weights and states, the unaltered one first.
+
+    TRL trains under bf16 autocast by default; a CPU gains nothing from that, so runs there stay in fp32.
+    """
+    half: Literal["bf16", "fp16"] = "bf16" if hardware.has_bf16 else "fp16"
+    mixed: MixedPrecision = half if hardware.device == "cuda" else "no"
     default_optimizer = "adamw_torch_fused"
     if options.method == "full":
-        out = [Numerics(weights="fp32", mixed_precision=half, optimizer=default_optimizer, alters="nothing")]
+        out = [Numerics(weights="fp32", mixed_precision=mixed, optimizer=default_optimizer, alters="nothing")]
         if hardware.has_bf16 and options.allow_numerics:
-            out.append(Numerics(weights="bf16", mixed_precision="no", optimizer=default_optimizer, alters="numerics"))
+            out.append(
+                Numerics(
+                    weights="bf16",
+                    mixed_precision="no",
+                    optimizer=default_optimizer,
+                    alters="numerics",
+                )
+            )
     else:
         out = [Numerics(weights=half, mixed_precision=half, optimizer=default_optimizer, alters="nothing")]
     if options.allow_numerics:
@@ -116,7 +139,12 @@ def _layouts(num_gpus: int, hardware: Hardware, options: SpaceOptions) -> Iterat
                 continue
             for shard, replicate in _data_splits(rest, sharding, hardware, pins):
                 yield {
-                    "sharding": sharding, "cp": cp, "sp": sp, "tp": tp, "dp_shard": shard, "dp_replicate": replicate
+                    "sharding": sharding,
+                    "cp": cp,
+                    "sp": sp,
+                    "tp": tp,
+                    "dp_shard": shard,
+                    "dp_replicate": replicate,
                 }
 
 
@@ -150,15 +178,19 @@ def _data_splits(ranks: int, sharding: str, hardware: Hardware, pins: dict[str, 
     return found
 
 
-def _offloads(sharding: str, pins: dict[str, Any]) -> list[frozenset[str]]:
+_ACTIVATIONS: frozenset[OffloadTarget] = frozenset({"activations"})
+_OPTIMIZER: frozenset[OffloadTarget] = frozenset({"optimizer"})
+_STATES: frozenset[OffloadTarget] = frozenset({"optimizer", "params"})
+
+
+def _offloads(sharding: str, pins: dict[str, Any]) -> list[frozenset[OffloadTarget]]:
     if "offload" in pins:
         return [pins["offload"]]
-    out = [frozenset[str](), frozenset({"activations"})]
+    out: list[frozenset[OffloadTarget]] = [frozenset(), _ACTIVATIONS]
     if sharding in ZERO:
-        out += [frozenset({"optimizer"}), frozenset({"activations", "optimizer"})]
+        out += [_OPTIMIZER, _ACTIVATIONS | _OPTIMIZER]
     if sharding == "zero3" or sharding in FSDP2:
-        both = frozenset({"optimizer", "params"})
-        out += [both, both | {"activations"}]
+        out += [_STATES, _ACTIVATIONS | _STATES]
     return out
 
 
@@ -168,24 +200,38 @@ def frames(options: SpaceOptions, hardware: Hardware) -> Iterator[tuple[Choice, 
     Frames are not checked: rules judge them next. The micro-batch is 1 and accumulation fills the global batch.
     """
     pins = options.pins
-    recomputes = (pins["recompute"],) if "recompute" in pins else ("none", "selective", "every_4", "every_3", "every_2", "full")
+    recomputes: tuple[Recompute, ...] = (
+        (pins["recompute"],) if "recompute" in pins else ("none", "selective", "every_4", "every_3", "every_2", "full")
+    )
     loss_paths = (pins["loss_path"],) if "loss_path" in pins else options.loss_paths
     attentions = (pins["attention"],) if "attention" in pins else options.attentions
     numerics = numerics_options(options, hardware)
     for num_gpus in gpu_counts(hardware, pins):
         for layout in _layouts(num_gpus, hardware, options):
             data_parallel = layout["dp_shard"] * layout["dp_replicate"]
-            accumulate = pins.get("grad_accum", max(1, options.global_batch // (data_parallel * pins.get("micro_batch", 1))))
+            accumulate = pins.get(
+                "grad_accum",
+                max(1, options.global_batch // (data_parallel * pins.get("micro_batch", 1))),
+            )
             for held, loss_path, attention, recompute, offload in product(
                 numerics, loss_paths, attentions, recomputes, _offloads(layout["sharding"], pins)
             ):
                 if recompute == "none" and "activations" in offload and "offload" not in pins:
                     continue
                 choice = Choice(
-                    method=options.method, loss_path=loss_path, recompute=recompute, offload=offload,  # type: ignore[arg-type]
-                    micro_batch=pins.get("micro_batch", 1), grad_accum=accumulate, optimizer=held.optimizer,
-                    weights=held.weights, mixed_precision=held.mixed_precision, attention=attention,  # type: ignore[arg-type]
-                    precision=pins.get("precision", "bf16"), packing=options.packing, **layout,
+                    method=options.method,
+                    loss_path=loss_path,
+                    recompute=recompute,
+                    offload=offload,
+                    micro_batch=pins.get("micro_batch", 1),
+                    grad_accum=accumulate,
+                    optimizer=held.optimizer,
+                    weights=held.weights,
+                    mixed_precision=held.mixed_precision,
+                    attention=attention,
+                    precision=pins.get("precision", "bf16"),
+                    packing=options.packing,
+                    **layout,
                 )
                 yield choice, held.alters
 

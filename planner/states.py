@@ -47,13 +47,33 @@ class Roles:
     def to_json(self) -> dict[str, object]:
         """Roles and divisors as the plan prints them."""
         return {
-            "weights": self.weights, "gradients": self.gradients, "master": self.master,
-            "moment1": self.moment1, "moment2": self.moment2,
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "master": self.master,
+            "moment1": self.moment1,
+            "moment2": self.moment2,
             "divided_by": {
-                "weights": self.weights_ranks, "gradients": self.gradients_ranks, "master": self.optimizer_ranks,
-                "moment1": self.optimizer_ranks, "moment2": self.optimizer_ranks,
+                "weights": self.weights_ranks,
+                "gradients": self.gradients_ranks,
+                "master": self.optimizer_ranks,
+                "moment1": self.optimizer_ranks,
+                "moment2": self.optimizer_ranks,
             },
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleTable:
+    """Roles of every fate a parameter can have under one choice."""
+
+    trained: Roles
+    adapters: Roles
+    frozen: Roles
+    quantised: Roles
+
+    def items(self) -> list[tuple[str, Roles]]:
+        """(fate, roles) in a stable order."""
+        return [(name, getattr(self, name)) for name in ("trained", "frozen", "quantised", "adapters")]
 
 
 def compute_bytes(choice: Choice) -> int:
@@ -91,7 +111,11 @@ def trainable_roles(choice: Choice, *, adapter: bool = False) -> Roles:
     if choice.sharding in ZERO:
         first, second = optimizer.state_bytes(4)
         return Roles(
-            weights=2, gradients=2, master=4, moment1=first, moment2=second,
+            weights=2,
+            gradients=2,
+            master=4,
+            moment1=first,
+            moment2=second,
             weights_ranks=ranks if choice.sharding == "zero3" else 1,
             gradients_ranks=ranks if choice.sharding in ("zero2", "zero3") else 1,
             optimizer_ranks=ranks,
@@ -103,8 +127,14 @@ def trainable_roles(choice: Choice, *, adapter: bool = False) -> Roles:
         width = 4
     first, second = optimizer.state_bytes(width)
     return Roles(
-        weights=width, gradients=width, master=0, moment1=first, moment2=second,
-        weights_ranks=ranks, gradients_ranks=ranks, optimizer_ranks=ranks,
+        weights=width,
+        gradients=width,
+        master=0,
+        moment1=first,
+        moment2=second,
+        weights_ranks=ranks,
+        gradients_ranks=ranks,
+        optimizer_ranks=ranks,
     )
 
 
@@ -118,3 +148,13 @@ def frozen_roles(choice: Choice, *, quantised: str | None = None) -> Roles:
     ranks = choice.shard_ranks if choice.sharding in FSDP2 or choice.sharding in ("zero3", "fsdp1") else 1
     width = QUANTISED_BYTES[quantised] if quantised else float(DTYPE_BYTES[choice.weights])
     return Roles(weights=width, gradients=0, master=0, moment1=0, moment2=0, weights_ranks=ranks)
+
+
+def role_table(choice: Choice, quantization: str) -> RoleTable:
+    """Roles of every fate under ``choice``; ``quantization`` is used under QLoRA only."""
+    return RoleTable(
+        trained=trainable_roles(choice),
+        adapters=trainable_roles(choice, adapter=True),
+        frozen=frozen_roles(choice),
+        quantised=frozen_roles(choice, quantised=quantization if choice.method == "qlora" else None),
+    )

@@ -42,7 +42,16 @@ RELATIVE_ERROR = 0.25
 CPU_FACTOR = 4.0
 """A CPU's rates are guessed from its cores: the interval is a factor of this each way."""
 
-TIME_PARTS = ("matmul", "attention", "recompute", "loss", "optimizer", "communication", "offload", "other")
+TIME_PARTS = (
+    "matmul",
+    "attention",
+    "recompute",
+    "loss",
+    "optimizer",
+    "communication",
+    "offload",
+    "other",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +85,13 @@ class TimeModel:
         fp32_residual = residual_bytes(choice) == 4
         padded = self.job.padded and choice.micro_batch * self.job.rows_per_sequence > 1
         work = micro_batch_work(
-            arch, choice, tokens=tokens, sequence=self.job.seq_len, lora_r=self.job.lora_r,
-            lora_targets=self.job.lora_targets, fp32_residual=fp32_residual,
+            arch,
+            choice,
+            tokens=tokens,
+            sequence=self.job.seq_len,
+            lora_r=self.job.lora_r,
+            lora_targets=self.job.lora_targets,
+            fp32_residual=fp32_residual,
             masked=(padded or choice.packing) and choice.attention != "flash_attention_2",
         )
         parts = self._micro_batch(choice, work, tokens)
@@ -98,12 +112,19 @@ class TimeModel:
         mfu = None
         if hw.device == "cuda" and hw.matmul_flops:
             mfu = (useful + head) * choice.grad_accum / step / hw.matmul_flops
-        spread = (step / CPU_FACTOR, step * CPU_FACTOR) if hw.device == "cpu" else (
-            step * (1 - RELATIVE_ERROR), step * (1 + RELATIVE_ERROR)
+        spread = (
+            (step / CPU_FACTOR, step * CPU_FACTOR)
+            if hw.device == "cpu"
+            else (step * (1 - RELATIVE_ERROR), step * (1 + RELATIVE_ERROR))
         )
         return TimeEstimate(
-            step_s=step, low_s=spread[0], high_s=spread[1], tokens_per_s=all_tokens / step,
-            tokens_per_s_per_gpu=all_tokens / step / choice.num_gpus, mfu=mfu, parts=parts,
+            step_s=step,
+            low_s=spread[0],
+            high_s=spread[1],
+            tokens_per_s=all_tokens / step,
+            tokens_per_s_per_gpu=all_tokens / step / choice.num_gpus,
+            mfu=mfu,
+            parts=parts,
         )
 
     def _micro_batch(self, choice: Choice, work: Work, tokens: int) -> dict[str, float]:
@@ -141,7 +162,10 @@ class TimeModel:
         if path in ("chunked", "chunked_fp32"):
             chunks = tokens / CHUNK_TOKENS
             flops = 2.0 * v * h * CHUNK_TOKENS
-            one = max(flops / (MATMUL * hw.matmul_flops), (2.0 * v * h + 512.0 * v) / (STREAMING * bandwidth))
+            one = max(
+                flops / (MATMUL * hw.matmul_flops),
+                (2.0 * v * h + 512.0 * v) / (STREAMING * bandwidth),
+            )
             extra = HEAD_BYTES_PER_LOGIT * CHUNK_TOKENS * v
             if path == "chunked_fp32":
                 if uses_autocast(choice):
@@ -174,7 +198,9 @@ class TimeModel:
         hw = self.hardware
         assert hw.bandwidth is not None
         local = self._trainable(choice) / choice.shard_ranks
-        width = 0.5 if choice.weights == "bf16" and choice.sharding in ("none", "ddp") and choice.method == "full" else 1.0
+        width = (
+            0.5 if choice.weights == "bf16" and choice.sharding in ("none", "ddp") and choice.method == "full" else 1.0
+        )
         moved = (OPTIMIZER_BYTES + 12.0) * width * local
         if "optimizer" in choice.offload and hw.host_link is not None:
             # The update runs on the host: gradients down, weights up, states through the host's own memory.
@@ -216,5 +242,3 @@ class TimeModel:
         if choice.sharding == "hsdp" and choice.dp_replicate > 1:
             return 2.0 * 2.0 * trainable / choice.shard_ranks / self._link(ranks)
         return 0.0
-
-

@@ -118,7 +118,9 @@ def textbook(sheet: TextbookInput) -> dict[str, object]:
                 "bytes_per_parameter": widths[role],
                 "total_bytes": role_total_bytes(sheet, role),
                 "divided_from_stage": FIRST_STAGE[role],
-                "per_device_bytes": -(-role_total_bytes(sheet, role) // (sheet.devices if sheet.stage >= FIRST_STAGE[role] else 1)),
+                "per_device_bytes": -(
+                    -role_total_bytes(sheet, role) // (sheet.devices if sheet.stage >= FIRST_STAGE[role] else 1)
+                ),
             }
             for role in ROLES
         },
@@ -131,5 +133,5 @@ def textbook(sheet: TextbookInput) -> dict[str, object]:
         "short_bytes": max(0, total - sheet.card_bytes),
         "by_stage_bytes": {str(stage): states_bytes(sheet, stage, sheet.devices) + activations for stage in range(4)},
         "fewest_devices": {str(stage): fewest_devices(sheet, stage) for stage in range(4)},
-        "left_out": "score matrices where a kernel materialises them, the gathers of stage 3, the loss, the allocator and the context",
+        "left_out": "score matrices where a kernel makes them, the gathers of stage 3, the loss, allocator and context",
     }

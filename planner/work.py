@@ -63,8 +63,15 @@ def recomputed_share(recompute: str, num_layers: int) -> float:
 
 
 def micro_batch_work(
-    architecture: Architecture, choice: Choice, *, tokens: int, sequence: int, lora_r: int,
-    lora_targets: str | tuple[str, ...], masked: bool, fp32_residual: bool,
+    architecture: Architecture,
+    choice: Choice,
+    *,
+    tokens: int,
+    sequence: int,
+    lora_r: int,
+    lora_targets: str | tuple[str, ...],
+    masked: bool,
+    fp32_residual: bool,
 ) -> Work:
     """Work of one micro-batch on one rank.
 
@@ -101,15 +108,24 @@ def micro_batch_work(
         kernel, square = _attention_flops(kind, choice, tokens, sequence, again, masked)
         attention += count * kernel
         masked_attention += count * square
-        moved += count * tokens * _elementwise(kind, architecture.hidden) * (FP32_RESIDUAL_FACTOR if fp32_residual else 1.0)
+        moved += (
+            count * tokens * _elementwise(kind, architecture.hidden) * (FP32_RESIDUAL_FACTOR if fp32_residual else 1.0)
+        )
         launches += count * (
-            LAUNCHES_PER_LAYER + (LAUNCHES_QK_NORM if kind.qk_norm != "none" else 0) + (LAUNCHES_EXPERTS if routed else 0)
+            LAUNCHES_PER_LAYER
+            + (LAUNCHES_QK_NORM if kind.qk_norm != "none" else 0)
+            + (LAUNCHES_EXPERTS if routed else 0)
         )
     moved *= NO_RECOMPUTE_SHARE + again * (1 - NO_RECOMPUTE_SHARE)
     launches *= NO_RECOMPUTE_LAUNCHES + again * (1 - NO_RECOMPUTE_LAUNCHES)
     return Work(
-        matmul_flops=matmul, expert_flops=experts, attention_flops=attention, masked_attention_flops=masked_attention,
-        elementwise_bytes=moved, launches=launches, recompute_flops=recompute,
+        matmul_flops=matmul,
+        expert_flops=experts,
+        attention_flops=attention,
+        masked_attention_flops=masked_attention,
+        elementwise_bytes=moved,
+        launches=launches,
+        recompute_flops=recompute,
     )
 
 
