@@ -118,7 +118,7 @@ def _download(model: str) -> Path:
             f"model {model!r} is not bundled and not in the hub cache, and HF_HUB_OFFLINE is set{_suggestion(model)}"
         )
     try:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import hf_hub_download  # pyright: ignore[reportUnknownVariableType]
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError:
         raise EnvironmentLacks(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast, get_args
 
 from planner.choice import (
@@ -45,9 +45,10 @@ def _size(knob: str, value: Any) -> int:
 
 
 def _offload(knob: str, value: Any) -> frozenset[str]:
-    given = (
-        cast("list[Any]", list(value)) if isinstance(value, (list, tuple, set, frozenset)) else str(value).split(",")
-    )
+    if isinstance(value, (list, tuple, set, frozenset)):
+        given: Iterable[Any] = cast("Iterable[Any]", value)
+    else:
+        given = str(value).split(",")
     words = frozenset(text for part in given if (text := str(part).strip()))
     unknown = sorted(words - set(OFFLOAD_TARGETS))
     if unknown:

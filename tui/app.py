@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from textual import work
 from textual.app import App, ComposeResult
@@ -176,7 +176,7 @@ class TrlfitApp(App[int]):
             self.call_from_thread(self._fill_cards, samples)
 
     def _fill_cards(self, samples: dict[int, CardSample]) -> None:
-        table: DataTable[str] = self.query_one("#cards", DataTable)
+        table = cast("DataTable[str]", self.query_one("#cards", DataTable))
         table.clear()
         if self.machine is None:
             return
@@ -198,7 +198,7 @@ class TrlfitApp(App[int]):
                 "nothing fits as asked: " + "; ".join(f"{c['flags']}: {c['sentence']}" for c in plan["changes"][:3])
             )
         self._set_head("\n".join(lines))
-        table: DataTable[str] = self.query_one("#plans", DataTable)
+        table = cast("DataTable[str]", self.query_one("#plans", DataTable))
         table.clear()
         for row in plan_cells(plan):
             table.add_row(*row)
