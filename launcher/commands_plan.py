@@ -1,18 +1,12 @@
-"""`trlfit plan` and `trlfit ledger`."""
+"""`trlfit plan`."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
-from typing import Any
 
-from launcher.errors import ExitCode, UsageError
+from launcher.errors import ExitCode
 from launcher.output import print_json, print_text
-from launcher.plan_text import ledger_text, plan_text, textbook_text
 from launcher.planning import plan_from_args
-from planner.ledger import ledger
-from planner.textbook import MAX_DEVICES, ROLES, TextbookInput, textbook
-from planner.units import GIB
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -21,65 +15,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.json:
         print_json(outcome.document)
     else:
+        from launcher.plan_text import plan_text
+
         print_text(plan_text(outcome.document))
     return ExitCode.DONE if outcome.best else ExitCode.NOTHING_FITS
-
-
-def run_ledger(args: argparse.Namespace) -> int:
-    """The bytes of one choice, or of the textbook sheet."""
-    if args.textbook:
-        sheet = textbook(textbook_input(args))
-        print_json(sheet) if args.json else print_text(textbook_text(sheet))
-        return ExitCode.DONE
-    outcome = plan_from_args(args)
-    shown = outcome.best or outcome.result.near_misses[0]
-    document = ledger(outcome.problem, shown)
-    print_json(document) if args.json else print_text(ledger_text(document))
-    return ExitCode.DONE if shown.fits else ExitCode.NOTHING_FITS
-
-
-TEXTBOOK_LIMITS: dict[str, tuple[float, float]] = {
-    "params": (1, 1e15),
-    "hidden": (1, 1e7),
-    "layers": (1, 1e5),
-    "batch": (1, 1e7),
-    "seq_len": (1, 2**40),
-    "devices": (1, MAX_DEVICES),
-    "card_gib": (0.001, 1e6),
-}
-
-
-def textbook_input(args: argparse.Namespace) -> TextbookInput:
-    """The sheet that the flags describe.
-
-    Raises:
-        UsageError: a number that is no size, or a role that does not exist.
-    """
-    given: dict[str, Any] = {}
-    for name in (f.name for f in fields(TextbookInput)):
-        value = getattr(args, name, None)
-        if value is not None:
-            given[name] = value
-    if args.card_gib is not None:
-        given["card_bytes"] = args.card_gib
-    for name, (low, high) in TEXTBOOK_LIMITS.items():
-        key = "card_bytes" if name == "card_gib" else name
-        if key in given and not low <= given[key] <= high:
-            raise UsageError(f"--{name.replace('_', '-')} {given[key]:g} is out of range; give {low:g} to {high:g}")
-    if "card_bytes" in given:
-        given["card_bytes"] = int(given["card_bytes"] * GIB)
-    if "params" in given:
-        given["params"] = int(given["params"])
-    given["role_bytes"] = _role_bytes(args.bytes or [])
-    return TextbookInput(**given)
-
-
-def _role_bytes(pairs: list[tuple[str, str]]) -> dict[str, int]:
-    widths: dict[str, int] = {}
-    for role, text in pairs:
-        if role not in ROLES:
-            raise UsageError(f"--bytes {role}={text}: no such role; roles: {', '.join(ROLES)}")
-        if not text.isascii() or not text.isdigit() or int(text) > 64:
-            raise UsageError(f"--bytes {role}={text}: give whole bytes per parameter, 0 to 64")
-        widths[role] = int(text)
-    return widths

@@ -6,32 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from launcher.errors import UsageError
 from planner.job import Job
 
 MAX_JOB_BYTES = 2**20
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice instead of keeping the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            try:
-                repeated = key in seen
-            except TypeError:
-                raise yaml.constructor.ConstructorError(
-                    None, None, "a key is not a plain word", key_node.start_mark
-                ) from None
-            if repeated:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
 
 
 def read_text(path: Path, what: str, limit: int = MAX_JOB_BYTES) -> str:
@@ -61,9 +41,13 @@ def load_job_file(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: not YAML, not a mapping, a key twice; with the line.
     """
+    import yaml  # 10 ms that plans without a job file do not pay
+
+    from launcher.strict_yaml import StrictLoader
+
     text = read_text(path, "job file")
     try:
-        data = yaml.load(text, Loader=_StrictLoader)
+        data = yaml.load(text, Loader=StrictLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}" if mark else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -130,10 +131,37 @@ def inspect_stack(python: str | None = None, *, limit_s: float = TIME_LIMIT_S) -
     return _seen[path].model_copy(deep=True)
 
 
+_METADATA_FOLDER = re.compile(r"(?P<name>[A-Za-z0-9._]+)-(?P<version>[^-]+)(-[^-]+)*\.(dist|egg)-info$")
+
+
 def _look_here() -> dict[str, Any]:
-    # By name: the script is written for older Pythons and carries no types.
-    script: Any = importlib.import_module("launcher.children.inspect_stack")
-    found: dict[str, Any] = script.look(PACKAGES)
+    """What our own interpreter has, from the names of its metadata folders.
+
+    importlib.metadata would say the same and cost 40 ms, most of it for an e-mail parser.
+    """
+    wanted = {re.sub(r"[-_.]+", "-", package).lower(): package for package in PACKAGES}
+    found: dict[str, Any] = {
+        "python": sys.executable,
+        "python_version": ".".join(map(str, sys.version_info[:3])),
+        "versions": {},
+        "cuda": None,
+        "notes": [],
+    }
+    for folder in dict.fromkeys(sys.path):
+        try:
+            names = os.listdir(folder or ".")
+        except OSError:
+            continue
+        for match in filter(None, map(_METADATA_FOLDER.match, names)):
+            package = wanted.get(re.sub(r"[-_.]+", "-", match["name"]).lower())
+            if package is None or package in found["versions"]:
+                continue
+            found["versions"][package] = match["version"]
+            if package == "torch":
+                # By name: the script is written for older Pythons and carries no types.
+                script: Any = importlib.import_module("launcher.children.inspect_stack")
+                found["cuda"], note = script.torch_build(Path(folder) / "torch" / "version.py")
+                found["notes"] += [note] if note else []
     return found
 
 

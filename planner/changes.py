@@ -15,6 +15,7 @@ from profiles.releases import newest_known
 MIN_GAIN = 0.10
 """A change is offered beside a plan that fits only when it saves at least this share of the step."""
 SHORTEST_OFFERED = 256
+LAYOUT_KNOBS = ("sharding", "cp", "sp", "tp", "dp_shard", "dp_replicate", "loss_path", "attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +40,8 @@ def _try(inputs: PlanInput, lever: str, alters: Alters, flags: str, what: str) -
     best = result.best
     if best is None:
         return None
-    memory = best.memory
     speed = f", {format_seconds(best.step_s)} per step" if best.time else ""
-    sentence = f"{what}: fits with {format_gib(memory.device_bytes)} GiB per GPU{speed}"
+    sentence = f"{what}: fits with {format_gib(best.verdict.device_bytes)} GiB per GPU{speed}"
     return Change(lever=lever, alters=alters, flags=flags, sentence=sentence, candidate=best)
 
 
@@ -129,12 +129,14 @@ def _shorter(inputs: PlanInput) -> Change | None:
     return None
 
 
-def changes_that_help(inputs: PlanInput, best: Candidate) -> list[Change]:
-    """When a plan fits: lighter numerics, if they save a tenth of the step or more."""
+def changes_that_help(problem: Problem, best: Candidate) -> list[Change]:
+    """When a plan fits: lighter numerics in the same layout, if they save a tenth of the step or more."""
+    inputs = problem.inputs
     if "numerics" in inputs.job.allow or best.time is None or inputs.job.method != "full":
         return []
-    allowed = with_job(inputs, allow=[*inputs.job.allow, "numerics"])
-    _, result = _best(allowed, "fastest")
+    layout = {knob: getattr(best.choice, knob) for knob in LAYOUT_KNOBS}
+    open_space = replace(problem.options, allow_numerics=True, pins={**layout, **problem.options.pins})
+    result = search(problem.judge, open_space, "fastest")
     faster = [c for c in result.fitting if c.alters == "numerics" and c.step_s < best.step_s * (1 - MIN_GAIN)]
     if not faster:
         return []

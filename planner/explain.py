@@ -87,7 +87,7 @@ def _without(choice: Choice) -> list[tuple[str, Choice]]:
 
 def why(judge: Judge, candidate: Candidate) -> list[str]:
     """Short reasons: what binds, and for each lever what happens without it."""
-    memory, reasons = candidate.memory, list[str]()
+    memory, reasons = judge.memory_of(candidate), list[str]()
     name, size = largest_part(memory)
     place = f" of {format_gib(memory.capacity_bytes)}" if memory.capacity_bytes else ""
     reasons.append(
@@ -96,8 +96,8 @@ def why(judge: Judge, candidate: Candidate) -> list[str]:
     )
     for lever, other in _without(candidate.choice):
         neighbour = judge.judge(other, candidate.alters)
-        if not neighbour.memory.fits:
-            reasons.append(f"without {lever}: {shortage(neighbour.memory)}")
+        if not neighbour.fits:
+            reasons.append(f"without {lever}: {shortage(judge.memory_of(neighbour))}")
         elif neighbour.step_s > candidate.step_s * 1.001:
             slower = neighbour.step_s / candidate.step_s - 1
             reasons.append(

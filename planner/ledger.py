@@ -91,7 +91,7 @@ class _Texts:
     def __init__(self, model: MemoryModel, choice: Choice, roles: RoleTable) -> None:
         self.model, self.choice, self.roles = model, choice, roles
         self.total = model.blocks(choice.method).total
-        self.coefficients, _ = model.evaluated(choice)
+        self.coefficients = model.coefficients(choice)
         self.tokens = rank_tokens(model.job, choice)
 
     def formula(self, part: str, phase: str) -> str:
@@ -142,7 +142,7 @@ class _Texts:
 
 def ledger(problem: Problem, candidate: Candidate) -> dict[str, Any]:
     """The `trlfit.ledger/1` document of one candidate."""
-    job, choice, memory = problem.inputs.job, candidate.choice, candidate.memory
+    job, choice, memory = problem.inputs.job, candidate.choice, problem.judge.memory_of(candidate)
     shared = problem.judge.memory.job
     groups = group_blocks(shared.architecture, choice.method, shared.lora_r, shared.lora_targets)
     texts = _Texts(problem.judge.memory, choice, memory.roles)

@@ -4,18 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 from planner.architecture import Architecture
 from planner.blocks import Blocks, parameter_blocks
-from planner.choice import FSDP2, ZERO, Choice, Method
+from planner.choice import FSDP2, ZERO, Choice, Method, OffloadTarget
 from planner.coefficients import Coefficients
 from planner.device_memory import device_bytes
 from planner.formula import ActivationOptions
 from planner.hardware import Hardware
 from planner.loss_memory import LossBytes, loss_bytes
-from planner.phases import ActivationsAt, HeldBytes, Phase, Walk, activations_at, held_bytes
-from planner.sharding_memory import sharding_bytes
-from planner.states import DTYPE_BYTES, RoleTable, compute_bytes, residual_bytes, role_table, uses_autocast
+from planner.phases import (
+    ActivationsAt,
+    HeldBytes,
+    Phase,
+    Run,
+    States,
+    Walk,
+    activations_at,
+    held_bytes,
+    layer_runs,
+    resident_states,
+)
+from planner.sharding_memory import ShardingBytes, sharding_bytes
+from planner.states import (
+    DTYPE_BYTES,
+    RoleTable,
+    compute_bytes,
+    residual_bytes,
+    role_table,
+    trainable_roles,
+    uses_autocast,
+)
+
+_T = TypeVar("_T")
+_ACTIVATIONS: frozenset[OffloadTarget] = frozenset({"activations"})
 
 CoefficientSource = Callable[[Architecture, ActivationOptions], Coefficients]
 
@@ -55,7 +78,6 @@ class MemoryEstimate:
     device_bytes: int
     low_bytes: int
     high_bytes: int
-    device_high_bytes: int
     capacity_bytes: int | None
     headroom_bytes: int | None
     """Capacity less the reserve, less ``device_bytes``; negative when it does not fit."""
@@ -75,6 +97,17 @@ class MemoryEstimate:
         return next(phase for phase in self.phases if phase.name == self.peak_phase)
 
 
+class Verdict(NamedTuple):
+    """Whether one choice fits, and by how much."""
+
+    device_bytes: int
+    spread_bytes: int
+    """Half-width of the interval."""
+    headroom_bytes: int | None
+    fits: bool
+    host_fits: bool
+
+
 @dataclass(slots=True)
 class MemoryModel:
     """Memory of any choice for one job on one machine. Pure; caches what candidates share."""
@@ -83,9 +116,7 @@ class MemoryModel:
     hardware: Hardware
     reserve: float
     source: CoefficientSource
-    _layers: dict[tuple[object, ...], tuple[Coefficients, ActivationsAt]] = field(
-        default_factory=dict[tuple[object, ...], tuple[Coefficients, ActivationsAt]], init=False
-    )
+    _cache: dict[tuple[object, ...], Any] = field(default_factory=dict[tuple[object, ...], Any], init=False)
     _blocks: dict[Method, Blocks] = field(default_factory=dict[Method, Blocks], init=False)
 
     def blocks(self, method: Method) -> Blocks:
@@ -102,7 +133,132 @@ class MemoryModel:
         Raises:
             ValueError: an optimizer or loss path that this model does not know.
         """
-        return _estimate(self, choice)
+        walk, held, coefficients, at = self._walk(choice)
+        phases = walk.phases()
+        peak = max(phases, key=lambda phase: phase.bytes)
+        verdict = self.verdict(choice)
+        device = device_bytes(choice, self.hardware, peak.bytes)
+        pinned, pageable = self._host(choice, held, at)
+        for phase in phases:
+            phase.parts["context"] = device.context_bytes
+            phase.parts["slack"] = device.slack_bytes if phase is peak else 0
+        return MemoryEstimate(
+            allocated_bytes=device.allocated_bytes,
+            reserved_bytes=device.reserved_bytes,
+            device_bytes=device.total_bytes,
+            low_bytes=device.allocated_bytes - verdict.spread_bytes,
+            high_bytes=device.allocated_bytes + verdict.spread_bytes,
+            capacity_bytes=self.hardware.capacity_bytes,
+            headroom_bytes=verdict.headroom_bytes,
+            fits=verdict.fits,
+            host_pinned_bytes=pinned,
+            host_pageable_bytes=pageable,
+            host_fits=verdict.host_fits,
+            peak_phase=peak.name,
+            evidence=coefficients.evidence,
+            phases=tuple(phases),
+            roles=role_table(choice, self.job.quantization),
+        )
+
+    def verdict(self, choice: Choice) -> Verdict:
+        """Whether ``choice`` fits, without the parts: what the search asks of every candidate."""
+        walk, held, coefficients, at = self._walk(choice)
+        moments = walk.moments()
+        peak = max(moments.values(), key=sum)
+        tensor_bytes = int(walk.states.rest_bytes + sum(peak))
+        # States are counted exactly; only what depends on tokens and kernels is uncertain, never less than 2 %.
+        activations = peak.saved_activations + peak.recompute + peak.loss
+        spread = max(int(coefficients.relative_error * activations), tensor_bytes // 50)
+        device = device_bytes(choice, self.hardware, tensor_bytes).total_bytes
+        capacity, headroom, fits = self.hardware.capacity_bytes, None, True
+        if capacity is not None:
+            others = self.hardware.others_bytes(choice.num_gpus)
+            headroom = int(capacity * (1 - self.reserve)) - others - device
+            fits = headroom >= 0 and device + spread <= capacity - others
+        available = self.hardware.host_available_bytes
+        host_fits = available is None or sum(self._host(choice, held, at)) <= available
+        return Verdict(device, spread, headroom, fits and host_fits, host_fits)
+
+    def _walk(self, choice: Choice) -> tuple[Walk, HeldBytes, Coefficients, ActivationsAt]:
+        """The walk of ``choice``, its inputs shared with every candidate that agrees on what they depend on."""
+        arch = self.job.architecture
+        held_by = (choice.sharding, choice.method, choice.weights, choice.mixed_precision)
+        offloaded = choice.offload - _ACTIVATIONS
+        states, held = self._cached(
+            ("states", held_by, choice.shard_ranks, choice.optimizer, offloaded), self._states_of, choice
+        )
+        tokens_by = (choice.micro_batch, choice.cp, choice.sp)
+        attention = (choice.attention, choice.packing)
+        coefficients, at = self._cached(("at", held_by, tokens_by, attention), self._activations_of, choice)
+        runs: tuple[Run, ...] = self._cached(
+            ("runs", id(at), choice.recompute, "activations" in choice.offload),
+            lambda c: layer_runs(arch.order, c, at),
+            choice,
+        )
+        loss = self._cached(("loss", held_by, tokens_by, choice.loss_path), self._loss_of, choice)
+        shard = self._cached(("shard", held_by, tokens_by, choice.shard_ranks), self._shard_of, choice)
+        return Walk(choice, states, runs, at, loss, shard, tied=arch.tied), held, coefficients, at
+
+    def _cached(self, key: tuple[object, ...], make: Callable[[Choice], _T], choice: Choice) -> _T:
+        found = self._cache.get(key)
+        if found is None:
+            found = self._cache[key] = make(choice)
+        return found
+
+    def _states_of(self, choice: Choice) -> tuple[States, HeldBytes]:
+        blocks, roles = self.blocks(choice.method), role_table(choice, self.job.quantization)
+        held = held_bytes(blocks.total, roles)
+        if self.job.reference_model:
+            copy = blocks.num_parameters * DTYPE_BYTES[choice.weights] / roles.frozen.weights_ranks
+            held = replace(held, weights=held.weights + copy)
+        return resident_states(choice, blocks, roles, held, tied=self.job.architecture.tied), held
+
+    def _activations_of(self, choice: Choice) -> tuple[Coefficients, ActivationsAt]:
+        coefficients = self.source(self.job.architecture, self.activation_options(choice))
+        return coefficients, activations_at(coefficients, rank_tokens(self.job, choice), self.job.seq_len)
+
+    def _shard_of(self, choice: Choice) -> ShardingBytes:
+        blocks, roles = self.blocks(choice.method), trainable_roles(choice)
+        job = self.job
+        return sharding_bytes(choice, job.architecture, blocks, roles, job.seq_len, job.head_in_tail_group)
+
+    def _loss_of(self, choice: Choice) -> LossBytes:
+        job, arch = self.job, self.job.architecture
+        if not job.scores_vocabulary:
+            return LossBytes(0, 0, "one score per sequence", "trl reward_trainer.py")
+        gathered = choice.sharding in FSDP2 or choice.sharding in ZERO or choice.sharding == "fsdp1"
+        batched = choice.micro_batch * job.rows_per_sequence > 1
+        return loss_bytes(
+            choice.loss_path,
+            tokens=rank_tokens(job, choice),
+            vocab=arch.vocab,
+            hidden=arch.hidden,
+            hidden_bytes=residual_bytes(choice),
+            head_bytes=compute_bytes(choice) if gathered else DTYPE_BYTES[choice.weights],
+            compute_bytes=compute_bytes(choice),
+            head_trains=choice.method == "full",
+            bytes_per_logit=job.full_logits_bytes_batched if batched else job.full_logits_bytes,
+            autocast=uses_autocast(choice),
+            softcap=arch.logit_softcap is not None,
+        )
+
+    def _host(self, choice: Choice, held: HeldBytes, at: ActivationsAt) -> tuple[int, int]:
+        """(pinned, pageable) host bytes of one node."""
+        if not choice.offload:
+            return 0, 0
+        ranks = min(choice.num_gpus, self.hardware.gpus_per_node)
+        pinned = pageable = 0
+        if "activations" in choice.offload:
+            pinned += ranks * sum(at.kinds[index].boundary for index in self.job.architecture.order)
+        if "optimizer" in choice.offload:
+            pinned += int(ranks * (held.master + held.moment1 + held.moment2))
+        if "params" in choice.offload:
+            pinned += int(ranks * (held.weights + held.gradients))
+        return pinned, pageable
+
+    def coefficients(self, choice: Choice) -> Coefficients:
+        """The coefficients that ``choice`` is priced with."""
+        return self._walk(choice)[2]
 
     def activation_options(self, choice: Choice) -> ActivationOptions:
         """The options under which coefficients for ``choice`` are asked."""
@@ -122,121 +278,8 @@ class MemoryModel:
             masked=(padded or choice.packing) and choice.attention != "flash_attention_2",
         )
 
-    def evaluated(self, choice: Choice) -> tuple[Coefficients, ActivationsAt]:
-        """Coefficients and their values at this choice's tokens, cached."""
-        options = self.activation_options(choice)
-        key = (options, choice.micro_batch, choice.cp, choice.sp)
-        hit = self._layers.get(key)
-        if hit is None:
-            coefficients = self.source(self.job.architecture, options)
-            tokens = rank_tokens(self.job, choice)
-            hit = (coefficients, activations_at(coefficients, tokens, self.job.seq_len))
-            self._layers[key] = hit
-        return hit
-
 
 def rank_tokens(job: MemoryJob, choice: Choice) -> int:
     """Tokens of one micro-batch on one rank."""
     rows = choice.micro_batch * job.rows_per_sequence
     return rows * -(-job.seq_len // (choice.cp * choice.sp))
-
-
-def _loss(model: MemoryModel, choice: Choice, tokens: int) -> LossBytes:
-    job, arch = model.job, model.job.architecture
-    if not job.scores_vocabulary:
-        return LossBytes(0, 0, "one score per sequence", "trl reward_trainer.py")
-    head_bytes = DTYPE_BYTES[choice.weights]
-    if choice.sharding in FSDP2 or choice.sharding in ZERO or choice.sharding == "fsdp1":
-        head_bytes = compute_bytes(choice)
-    batched = choice.micro_batch * job.rows_per_sequence > 1
-    logit = job.full_logits_bytes_batched if batched else job.full_logits_bytes
-    return loss_bytes(
-        choice.loss_path,
-        tokens=tokens,
-        vocab=arch.vocab,
-        hidden=arch.hidden,
-        hidden_bytes=residual_bytes(choice),
-        head_bytes=head_bytes,
-        compute_bytes=compute_bytes(choice),
-        head_trains=choice.method == "full",
-        bytes_per_logit=logit,
-        autocast=uses_autocast(choice),
-        softcap=arch.logit_softcap is not None,
-    )
-
-
-def _estimate(model: MemoryModel, choice: Choice) -> MemoryEstimate:
-    job, arch = model.job, model.job.architecture
-    blocks = model.blocks(choice.method)
-    roles = role_table(choice, job.quantization)
-    held = held_bytes(blocks.total, roles)
-    if job.reference_model:
-        copy = blocks.num_parameters * DTYPE_BYTES[choice.weights] / roles.frozen.weights_ranks
-        held = replace(held, weights=held.weights + copy)
-    coefficients, at = model.evaluated(choice)
-    loss = _loss(model, choice, rank_tokens(job, choice))
-    shard = sharding_bytes(choice, arch, blocks, roles.trained, job.seq_len, job.head_in_tail_group)
-    phases = Walk(arch, choice, blocks, roles, held, at, loss, shard).phases()
-    return _verdict(model, choice, coefficients, phases, roles, held, at)
-
-
-def _verdict(
-    model: MemoryModel,
-    choice: Choice,
-    coefficients: Coefficients,
-    phases: list[Phase],
-    roles: RoleTable,
-    held: HeldBytes,
-    at: ActivationsAt,
-) -> MemoryEstimate:
-    peak = max(phases, key=lambda phase: phase.bytes)
-    activations = sum(peak.parts[part] for part in ("saved_activations", "recompute", "loss"))
-    device = device_bytes(choice, model.hardware, peak.bytes)
-    # States are counted exactly; only what depends on tokens and kernels is uncertain, never less than 2 %.
-    spread = max(int(coefficients.relative_error * activations), peak.bytes // 50)
-    capacity = model.hardware.capacity_bytes
-    headroom = None
-    fits = True
-    device_high = device.total_bytes + spread
-    if capacity is not None:
-        others = model.hardware.others_bytes(choice.num_gpus)
-        headroom = int(capacity * (1 - model.reserve)) - others - device.total_bytes
-        fits = headroom >= 0 and device_high <= capacity - others
-    pinned, pageable = _host(model, choice, held, at)
-    available = model.hardware.host_available_bytes
-    host_fits = available is None or pinned + pageable <= available
-    for phase in phases:
-        phase.parts["context"] = device.context_bytes
-        phase.parts["slack"] = device.slack_bytes if phase is peak else 0
-    return MemoryEstimate(
-        allocated_bytes=device.allocated_bytes,
-        reserved_bytes=device.reserved_bytes,
-        device_bytes=device.total_bytes,
-        low_bytes=device.allocated_bytes - spread,
-        high_bytes=device.allocated_bytes + spread,
-        device_high_bytes=device_high,
-        capacity_bytes=capacity,
-        headroom_bytes=headroom,
-        fits=fits and host_fits,
-        host_pinned_bytes=pinned,
-        host_pageable_bytes=pageable,
-        host_fits=host_fits,
-        peak_phase=peak.name,
-        evidence=coefficients.evidence,
-        phases=tuple(phases),
-        roles=roles,
-    )
-
-
-def _host(model: MemoryModel, choice: Choice, held: HeldBytes, at: ActivationsAt) -> tuple[int, int]:
-    """(pinned, pageable) host bytes of one node."""
-    ranks = min(choice.num_gpus, model.hardware.gpus_per_node)
-    pinned = pageable = 0
-    if "activations" in choice.offload:
-        order = model.job.architecture.order
-        pinned += ranks * sum(at.kinds[index].boundary for index in order)
-    if "optimizer" in choice.offload:
-        pinned += int(ranks * (held.master + held.moment1 + held.moment2))
-    if "params" in choice.offload:
-        pinned += int(ranks * (held.weights + held.gradients))
-    return pinned, pageable

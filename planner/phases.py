@@ -7,8 +7,8 @@ loss comes on top, backward walks the layers down while gradients rise, the step
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from planner.architecture import Architecture
 from planner.blocks import Block, Blocks
 from planner.choice import Choice
 from planner.coefficients import Coefficients, LayerBytes
@@ -120,80 +120,144 @@ def recomputed_layers(recompute: str, num_layers: int) -> list[bool]:
     return [recompute in ("full", "selective")] * num_layers
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive layers that behave alike."""
+
+    kind: int
+    count: int
+    kept: int
+    """Bytes that one of these layers keeps on the card from forward to backward."""
+    recomputed: bool
+
+
+def layer_runs(order: tuple[int, ...], choice: Choice, at: ActivationsAt) -> tuple[Run, ...]:
+    """The decoder as runs of like layers: inside one, everything is affine in depth, so only its ends can be a peak."""
+    selective = choice.recompute == "selective"
+    recomputed = recomputed_layers(choice.recompute, len(order))
+    first_kept = len(order) - OFFLOAD_BANDS if "activations" in choice.offload else 0
+    runs: list[Run] = []
+    for index, (kind, again) in enumerate(zip(order, recomputed, strict=True)):
+        layer = at.kinds[kind]
+        kept = (layer.selective if selective else layer.boundary) if again else layer.saved
+        if index < first_kept:
+            kept = 0
+        if runs and (runs[-1].kind, runs[-1].kept, runs[-1].recomputed) == (kind, kept, again):
+            runs[-1] = Run(kind, runs[-1].count + 1, kept, again)
+        else:
+            runs.append(Run(kind, 1, kept, again))
+    return tuple(runs)
+
+
+class Moment(NamedTuple):
+    """The parts of a phase's worst moment that are not at rest."""
+
+    gradients: float = 0.0
+    saved_activations: float = 0.0
+    recompute: float = 0.0
+    loss: float = 0.0
+    gather: float = 0.0
+    buckets: float = 0.0
+    casts: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What is at rest on the card, and gradients by part of the model; shared by all candidates with these states."""
+
+    rest: dict[str, float]
+    rest_bytes: float
+    all_gradients: float
+    layer_gradients: tuple[float, ...]
+    embedding_gradients: float
+    tail_gradients: float
+    """Final norm and head, the tied embedding included."""
+    cast_bytes: tuple[float, ...]
+    """Low-precision copies of one layer of each kind under autocast."""
+
+
+def resident_states(choice: Choice, blocks: Blocks, roles: RoleTable, held: HeldBytes, *, tied: bool) -> States:
+    """States under ``choice``, less what it offloads."""
+    on_card = 0.0 if "params" in choice.offload else 1.0
+    states = 0.0 if "optimizer" in choice.offload else 1.0
+    rest = {
+        "weights": held.weights * on_card,
+        "master": held.master * states,
+        "moment1": held.moment1 * states,
+        "moment2": held.moment2 * states,
+    }
+    embedding = held_bytes(blocks.embedding, roles).gradients * on_card
+    tail = held_bytes(blocks.final_norm + blocks.head, roles).gradients * on_card
+    casts = 2.0 if uses_autocast(choice) and choice.weights == "fp32" else 0.0
+    return States(
+        rest=rest,
+        rest_bytes=sum(rest.values()),
+        all_gradients=held.gradients * on_card,
+        layer_gradients=tuple(held_bytes(block, roles).gradients * on_card for block in blocks.kinds),
+        embedding_gradients=embedding,
+        tail_gradients=tail + (embedding if tied else 0.0),
+        cast_bytes=tuple(casts * weights for weights in blocks.cast_weights),
+    )
+
+
 class Walk:
-    """One optimizer step of one choice; ``phases()`` returns it phase by phase."""
+    """One optimizer step of one choice; ``moments()`` finds the worst moment of every phase."""
+
+    __slots__ = ("all_kept", "at", "choice", "loss", "persisting", "runs", "shard", "states", "tied")
 
     def __init__(
         self,
-        architecture: Architecture,
         choice: Choice,
-        blocks: Blocks,
-        roles: RoleTable,
-        held: HeldBytes,
+        states: States,
+        runs: tuple[Run, ...],
         at: ActivationsAt,
         loss: LossBytes,
         shard: ShardingBytes,
+        *,
+        tied: bool,
     ) -> None:
-        self.order, self.tied = architecture.order, architecture.tied
-        self.choice, self.at, self.loss, self.shard = choice, at, loss, shard
-        on_card = 0.0 if "params" in choice.offload else 1.0
-        states = 0.0 if "optimizer" in choice.offload else 1.0
-        self.rest = {
-            "weights": held.weights * on_card,
-            "master": held.master * states,
-            "moment1": held.moment1 * states,
-            "moment2": held.moment2 * states,
-        }
-        self.all_gradients = held.gradients * on_card
-        self.layer_gradients = [held_bytes(block, roles).gradients * on_card for block in blocks.kinds]
-        embedding = held_bytes(blocks.embedding, roles).gradients * on_card
-        tail = held_bytes(blocks.final_norm + blocks.head, roles).gradients * on_card
-        self.embedding_gradients = embedding
-        self.tail_gradients = tail + (embedding if self.tied else 0.0)
-        self.recomputed = recomputed_layers(choice.recompute, len(self.order))
-        self.kept = self._kept()
+        self.choice, self.states, self.runs, self.tied = choice, states, runs, tied
+        self.at, self.loss, self.shard = at, loss, shard
         # With accumulation the gradients of earlier micro-batches live through the whole step.
-        self.persisting = self.all_gradients if choice.grad_accum > 1 else 0.0
-        casts = uses_autocast(choice) and choice.weights == "fp32"
-        self.cast_bytes = [2.0 * weights if casts else 0.0 for weights in blocks.cast_weights]
+        self.persisting = states.all_gradients if choice.grad_accum > 1 else 0.0
+        self.all_kept = float(sum(run.kept * run.count for run in runs))
 
-    def _kept(self) -> list[int]:
-        """Bytes that each layer keeps on the card from forward to backward."""
-        selective = self.choice.recompute == "selective"
-        kept: list[int] = []
-        for kind, recomputed in zip(self.order, self.recomputed, strict=True):
-            layer = self.at.kinds[kind]
-            kept.append((layer.selective if selective else layer.boundary) if recomputed else layer.saved)
-        if "activations" in self.choice.offload:
-            first = max(0, len(kept) - OFFLOAD_BANDS)
-            kept = [0] * first + kept[first:]
-        return kept
+    def moments(self) -> dict[str, Moment]:
+        """Worst moment of each phase between loading and saving."""
+        return {"forward": self.forward(), "loss": self.at_loss(), "backward": self.backward(), "step": self.step()}
 
-    def _phase(self, name: str, **parts: float) -> Phase:
-        merged = {**self.rest, **parts}
-        return Phase(name, {part: int(merged.get(part, 0.0)) for part in PARTS})
+    def peak_bytes(self) -> int:
+        """Bytes of the highest phase."""
+        highest = max(sum(moment) for moment in (self.forward(), self.at_loss(), self.backward(), self.step()))
+        return int(self.states.rest_bytes + highest)
 
     def phases(self) -> list[Phase]:
-        """Every phase of one optimizer step, in order."""
+        """Every phase of one optimizer step, in order, part by part."""
         load = Phase("load", dict.fromkeys(PARTS, 0))
-        load.parts["weights"], load.parts["gather"] = int(self.rest["weights"]), self.shard.load_bytes
-        save = self._phase("save", gather=self.shard.save_bytes, buckets=self.shard.rest_buckets)
-        return [load, self._forward(), self._loss(), self._backward(), self._step(), save]
+        load.parts["weights"], load.parts["gather"] = int(self.states.rest["weights"]), self.shard.load_bytes
+        save = Moment(gather=self.shard.save_bytes, buckets=self.shard.rest_buckets)
+        found = [load]
+        for name, moment in {**self.moments(), "save": save}.items():
+            merged = {**self.states.rest, **moment._asdict()}
+            found.append(Phase(name, {part: int(merged.get(part, 0.0)) for part in PARTS}))
+        return found
 
-    def _forward(self) -> Phase:
+    def forward(self) -> Moment:
         """Saved tensors stack up; autocast's copies of the weights used so far stay cached."""
         highest = -1.0
-        worst: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+        worst = (0.0, 0.0, 0.0, 0.0)
         saved, casts = float(self.at.model_saved), 0.0
-        for index, kind in enumerate(self.order):
+        for kind, count, kept, _ in ((r.kind, r.count, r.kept, r.recomputed) for r in self.runs):
+            # Saved tensors and copies only grow inside a run, so its last layer is its worst.
+            saved += kept * (count - 1)
+            casts += self.states.cast_bytes[kind] * count
             transient, gather = float(self.at.kinds[kind].forward), float(self.shard.layer_gather[kind])
-            casts += self.cast_bytes[kind]
-            if saved + transient + gather + casts > highest:
-                highest, worst = saved + transient + gather + casts, (saved, transient, casts, gather)
-            saved += self.kept[index]
+            live = saved + transient + gather + casts
+            if live > highest:
+                highest, worst = live, (saved, transient, casts, gather)
+            saved += kept
         saved, transient, casts, gather = worst
-        return self._phase(
-            "forward",
+        return Moment(
             gradients=self.persisting,
             saved_activations=saved,
             recompute=transient,
@@ -204,52 +268,51 @@ class Walk:
 
     def _backward_casts(self) -> float:
         """Copies that layers without recompute saved; a recomputed layer kept none."""
-        pairs = zip(self.order, self.recomputed, strict=True)
-        return sum(self.cast_bytes[kind] for kind, recomputed in pairs if not recomputed)
+        return sum(self.states.cast_bytes[run.kind] * run.count for run in self.runs if not run.recomputed)
 
-    def _loss(self) -> Phase:
+    def at_loss(self) -> Moment:
         """The loss forward and backward, on top of everything that is saved."""
-        forward_casts = sum(self.cast_bytes[kind] for kind in self.order)
+        forward_casts = sum(self.states.cast_bytes[run.kind] * run.count for run in self.runs)
         backward_casts = self._backward_casts()
-        moments = ((self.loss.forward, forward_casts), (self.loss.backward, backward_casts))
-        loss, casts = max(moments, key=sum)
-        return self._phase(
-            "loss",
+        in_forward = self.loss.forward + forward_casts >= self.loss.backward + backward_casts
+        return Moment(
             gradients=self.persisting,
-            saved_activations=self.at.model_saved + sum(self.kept) + self.at.final_norm,
-            loss=loss,
+            saved_activations=self.at.model_saved + self.all_kept + self.at.final_norm,
+            loss=self.loss.forward if in_forward else self.loss.backward,
             gather=self.shard.root_loss,
-            casts=casts,
+            casts=forward_casts if in_forward else backward_casts,
             buckets=self.shard.rest_buckets,
         )
 
-    def _backward(self) -> Phase:
+    def backward(self) -> Moment:
         """Layers from the last to the first: saved tensors fall while gradients rise."""
         accumulates = self.persisting > 0
-        gradients = 0.0 if accumulates else self.tail_gradients
-        saved, casts = float(self.at.model_saved + sum(self.kept)), self._backward_casts()
+        gradients = 0.0 if accumulates else self.states.tail_gradients
+        saved, casts = self.at.model_saved + self.all_kept, self._backward_casts()
         highest = -1.0
-        worst: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        for index in range(len(self.order) - 1, -1, -1):
-            kind, layer = self.order[index], self.at.kinds[self.order[index]]
-            transient = float(layer.recompute if self.recomputed[index] else layer.backward)
+        worst = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        for run in reversed(self.runs):
+            layer, kind = self.at.kinds[run.kind], run.kind
+            transient = float(layer.recompute if run.recomputed else layer.backward)
             gather, reduced = float(self.shard.layer_gather[kind]), float(self.shard.layer_reduce[kind])
-            live = saved + gradients + transient + gather + reduced + casts
-            if live > highest:
-                highest, worst = live, (saved, gradients, transient, casts, gather, reduced)
-            saved -= self.kept[index]
-            if not self.recomputed[index]:
-                casts -= self.cast_bytes[kind]
-            if not accumulates:
-                gradients += self.layer_gradients[kind]
+            added = 0.0 if accumulates else self.states.layer_gradients[kind]
+            freed = 0.0 if run.recomputed else self.states.cast_bytes[kind]
+            # Inside a run everything is affine in depth: its first or its last layer is its worst.
+            for depth in {0, run.count - 1}:
+                here = (saved - run.kept * depth, gradients + added * depth, transient, casts - freed * depth)
+                live = sum(here) + gather + reduced
+                if live > highest:
+                    highest, worst = live, (*here, gather, reduced)
+            saved -= run.kept * run.count
+            gradients += added * run.count
+            casts -= freed * run.count
         # The embedding's gradient comes last. Tied to the head, it is added out of place to the one that exists:
         # both and their sum live at once.
-        last = gradients + self.embedding_gradients * (2.0 if self.tied else 1.0)
+        last = gradients + self.states.embedding_gradients * (2.0 if self.tied else 1.0)
         if last > highest and not accumulates:
-            worst = (0.0, last, 0.0, 0.0, 0, 0)
+            worst = (0.0, last, 0.0, 0.0, 0.0, 0.0)
         saved, gradients, transient, casts, gather, reduced = worst
-        return self._phase(
-            "backward",
+        return Moment(
             gradients=self.persisting + gradients,
             saved_activations=saved,
             recompute=transient,
@@ -258,9 +321,9 @@ class Walk:
             buckets=self.shard.rest_buckets + reduced,
         )
 
-    def _step(self) -> Phase:
+    def step(self) -> Moment:
         """The optimizer's own copies; on the host when its states are offloaded."""
-        work = find_optimizer(self.choice.optimizer).step_transient * self.all_gradients + self.shard.step_bytes
+        work = find_optimizer(self.choice.optimizer).step_transient * self.states.all_gradients + self.shard.step_bytes
         if "optimizer" in self.choice.offload:
             work = 0.0
-        return self._phase("step", gradients=self.all_gradients, recompute=work, buckets=self.shard.rest_buckets)
+        return Moment(gradients=self.states.all_gradients, recompute=work, buckets=self.shard.rest_buckets)

@@ -60,6 +60,7 @@ def time_json(time: TimeEstimate | None) -> dict[str, Any] | None:
 
 def candidate_json(
     candidate: Candidate,
+    memory: MemoryEstimate,
     *,
     why: Sequence[str],
     files: Sequence[str],
@@ -73,7 +74,7 @@ def candidate_json(
         "fits": candidate.fits,
         "num_gpus": candidate.choice.num_gpus,
         "cards": list(cards),
-        "memory": memory_json(candidate.memory),
+        "memory": memory_json(memory),
         "time": time_json(candidate.time),
         "why": list(why),
         "files": list(files),

@@ -7,7 +7,6 @@ from typing import Any
 
 from planner.changes import Change, changes_that_fit, changes_that_help
 from planner.explain import shortage, why
-from planner.longest import Stair, longest
 from planner.plan_json import architecture_json, candidate_json
 from planner.problem import PlanInput, Problem, make_problem, run_file_names, with_job
 from planner.rules import all_refusals, job_refusals, warnings_for
@@ -44,10 +43,13 @@ def make_plan(inputs: PlanInput) -> PlanOutcome:
         planner.pins.PinError: a pin names no knob or no value of it.
         ValueError: a size that no model can have.
     """
-    staircase: tuple[Stair, ...] = ()
-    length: int | None = None
+    staircase: list[dict[str, Any]] = []
+    length = 0
     if inputs.job.goal == "longest":
-        length, staircase = longest(inputs)
+        from planner.longest import longest  # only this goal pays for it
+
+        length, stairs = longest(inputs)
+        staircase = [stair.to_json() for stair in stairs]
         inputs = with_job(inputs, seq_len=length or inputs.job.seq_len)
     problem = make_problem(inputs)
     refused = job_refusals(problem.judge.rules)
@@ -58,11 +60,11 @@ def make_plan(inputs: PlanInput) -> PlanOutcome:
     if not result.fitting and not result.near_misses:
         raise RefusedJob(_contradiction(problem, result))
     best = result.best
-    changes = changes_that_help(inputs, best) if best else changes_that_fit(inputs)
+    changes = changes_that_help(problem, best) if best else changes_that_fit(inputs)
     document = _document(problem, result, changes)
     if goal == "longest":
-        document["longest"] = length
-        document["staircase"] = [stair.to_json() for stair in staircase]
+        document["longest"] = length or None
+        document["staircase"] = staircase
     return PlanOutcome(document=document, problem=problem, result=result, changes=tuple(changes))
 
 
@@ -87,6 +89,7 @@ def _candidate(problem: Problem, candidate: Candidate, *, reasons: list[str]) ->
     nodes = -(-candidate.choice.num_gpus // max(1, problem.hardware.gpus_per_node))
     return candidate_json(
         candidate,
+        problem.judge.memory_of(candidate),
         why=reasons,
         files=run_file_names(candidate.choice, nodes),
         warnings=warnings_for(problem.judge.rules, candidate.choice),
@@ -101,7 +104,7 @@ def _document(problem: Problem, result: SearchResult, changes: list[Change]) -> 
     misses = distinct(result.near_misses, max(3, top // 2))
     best = _candidate(problem, shown[0], reasons=why(problem.judge, shown[0])) if shown else None
     others = [_candidate(problem, c, reasons=why(problem.judge, c)[:1]) for c in shown[1:]]
-    missing = [_candidate(problem, c, reasons=[shortage(c.memory)]) for c in misses]
+    missing = [_candidate(problem, c, reasons=[shortage(problem.judge.memory_of(c))]) for c in misses]
     blocks = problem.judge.memory.blocks(inputs.job.method)
     return {
         "schema": PLAN_SCHEMA,

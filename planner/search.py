@@ -8,7 +8,7 @@ from math import inf, log
 
 from planner.choice import ZERO, Alters, Choice
 from planner.hardware import Hardware
-from planner.memory import MemoryEstimate, MemoryModel
+from planner.memory import MemoryEstimate, MemoryModel, Verdict
 from planner.rules import Refusal, RuleContext, first_refusal
 from planner.space import SpaceOptions, frames, micro_batches
 from planner.step_time import TimeEstimate, TimeModel
@@ -16,24 +16,29 @@ from planner.step_time import TimeEstimate, TimeModel
 GROUPS: tuple[Alters, ...] = ("nothing", "numerics", "method")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Candidate:
-    """One judged choice."""
+    """One judged choice. Its parts in full are ``Judge.memory_of``."""
 
     choice: Choice
     alters: Alters
-    memory: MemoryEstimate
+    verdict: Verdict
     time: TimeEstimate | None
 
     @property
     def fits(self) -> bool:
         """The card and the host hold it, reserve included."""
-        return self.memory.fits
+        return self.verdict.fits
 
     @property
     def step_s(self) -> float:
         """Seconds per step; infinite when the card's rates are not known."""
         return self.time.step_s if self.time else inf
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Free beyond the reserve; 0 when the card's memory is not known."""
+        return self.verdict.headroom_bytes or 0
 
 
 @dataclass(slots=True)
@@ -63,8 +68,11 @@ class Judge:
 
     def judge(self, choice: Choice, alters: Alters) -> Candidate:
         """Memory and time of one choice, rules aside."""
-        memory = self.memory.estimate(choice)
-        return Candidate(choice=choice, alters=alters, memory=memory, time=self.time.estimate(choice))
+        return Candidate(choice, alters, self.memory.verdict(choice), self.time.estimate(choice))
+
+    def memory_of(self, candidate: Candidate) -> MemoryEstimate:
+        """All parts and phases of a candidate's memory."""
+        return self.memory.estimate(candidate.choice)
 
 
 SAME_SPEED = 0.05
@@ -90,16 +98,15 @@ def search(judge: Judge, options: SpaceOptions, goal: str) -> SearchResult:
         if not pairs:
             _reject_batch(result, frame, options)
             continue
+        own = (frame.micro_batch, frame.grad_accum)
         for micro, accumulate in pairs:
-            choice = replace(frame, micro_batch=micro, grad_accum=accumulate)
-            memory = judge.memory.estimate(choice)
+            choice = frame if (micro, accumulate) == own else replace(frame, micro_batch=micro, grad_accum=accumulate)
+            verdict = judge.memory.verdict(choice)
             result.judged += 1
-            if not memory.fits:
-                misses.append(Candidate(choice=choice, alters=alters, memory=memory, time=None))
+            if not verdict.fits:
+                misses.append(Candidate(choice, alters, verdict, None))
                 break
-            result.fitting.append(
-                Candidate(choice=choice, alters=alters, memory=memory, time=judge.time.estimate(choice))
-            )
+            result.fitting.append(Candidate(choice, alters, verdict, judge.time.estimate(choice)))
     result.fitting = rank(result.fitting, goal)
     misses.sort(key=_shortage)
     result.near_misses = [replace(miss, time=judge.time.estimate(miss.choice)) for miss in misses[:NEAR_MISSES]]
@@ -119,8 +126,7 @@ def _reject_batch(result: SearchResult, frame: Choice, options: SpaceOptions) ->
 
 
 def _shortage(candidate: Candidate) -> tuple[int, int]:
-    headroom = candidate.memory.headroom_bytes
-    return (GROUPS.index(candidate.alters), -(headroom if headroom is not None else 0))
+    return (GROUPS.index(candidate.alters), -candidate.headroom_bytes)
 
 
 def _simplicity(choice: Choice) -> tuple[int, ...]:
@@ -150,7 +156,7 @@ def rank(candidates: list[Candidate], goal: str) -> list[Candidate]:
 
     def key(c: Candidate) -> tuple[float, ...]:
         group = GROUPS.index(c.alters)
-        headroom = -(c.memory.headroom_bytes if c.memory.headroom_bytes is not None else 0)
+        headroom = -c.headroom_bytes
         pace = (band(c), *_simplicity(c.choice), c.step_s, headroom)
         if goal == "fewest_gpus":
             return (group, c.choice.num_gpus, *pace)

@@ -8,7 +8,7 @@ link (both copies on the compute stream in transformers 5.17 and later, so it ad
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planner.blocks import Blocks
 from planner.choice import FSDP2, Choice, Method
@@ -75,6 +75,14 @@ class TimeModel:
     job: MemoryJob
     hardware: Hardware
     blocks_of: Callable[[Method], Blocks]
+    num_parameters: int = field(init=False)
+    attention_width: int = field(init=False)
+    """Heads x head_dim, summed over the layers."""
+
+    def __post_init__(self) -> None:
+        architecture = self.job.architecture
+        self.num_parameters = architecture.num_parameters
+        self.attention_width = sum(k.heads * k.head_dim for k in architecture.layers())
 
     def estimate(self, choice: Choice) -> TimeEstimate | None:
         """Seconds per optimizer step, or None where the card's rates are not known."""
@@ -138,9 +146,8 @@ class TimeModel:
         attention = work.attention_flops / (ATTENTION * rate) + work.masked_attention_flops / (MASKED_ATTENTION * rate)
         moved = work.elementwise_bytes / (ELEMENTWISE * bandwidth)
         if choice.cp > 1:
-            width = sum(k.heads * k.head_dim for k in self.job.architecture.layers())
             sequence = self.job.seq_len * choice.micro_batch
-            attention += RING_FACTOR * 100.0 * sequence * width / (ELEMENTWISE * bandwidth)
+            attention += RING_FACTOR * 100.0 * sequence * self.attention_width / (ELEMENTWISE * bandwidth)
         return {
             "matmul": matmul * dense_share + moved * 0.775,
             "recompute": matmul * (1 - dense_share) + moved * 0.225,
@@ -188,7 +195,7 @@ class TimeModel:
         if "params" in choice.offload:
             # Gathered shards cross the host link once per pass.
             passes = 3.0 if choice.recompute != "none" else 2.0
-            seconds += passes * 2.0 * arch.num_parameters / choice.shard_ranks / hw.host_link
+            seconds += passes * 2.0 * self.num_parameters / choice.shard_ranks / hw.host_link
         return seconds
 
     def _trainable(self, choice: Choice) -> int:
@@ -214,15 +221,15 @@ class TimeModel:
 
     def _gathers(self, choice: Choice, busy: float) -> float:
         """Exposed seconds of weight gathers and gradient reductions that happen in every micro-batch."""
-        arch, ranks = self.job.architecture, choice.shard_ranks
+        ranks = choice.shard_ranks
         if ranks == 1:
             return 0.0
         share = (ranks - 1) / ranks
         if choice.sharding in FSDP2 or choice.sharding == "fsdp1":
-            gathers = (1.0 if choice.sharding == "fsdp_no_reshard" else 2.0) * 2.0 * arch.num_parameters * share
+            gathers = (1.0 if choice.sharding == "fsdp_no_reshard" else 2.0) * 2.0 * self.num_parameters * share
             reduced = 2.0 * self._trainable(choice) * share
         elif choice.sharding == "zero3":
-            gathers = (3.0 if choice.recompute != "none" else 2.0) * 2.0 * arch.num_parameters * share
+            gathers = (3.0 if choice.recompute != "none" else 2.0) * 2.0 * self.num_parameters * share
             reduced = 2.0 * self._trainable(choice) * share
         else:
             gathers, reduced = 0.0, 2.0 * self._trainable(choice) * share

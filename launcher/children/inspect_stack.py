@@ -42,7 +42,7 @@ def look(packages):
             continue
         found["versions"][package] = version
         if package == "torch":
-            found["cuda"], note = _torch_build(distribution)
+            found["cuda"], note = torch_build(distribution.locate_file("torch/version.py"))
             found["notes"] += [note] if note else []
     return found
 
@@ -56,10 +56,10 @@ def _version(distribution):
     return None
 
 
-def _torch_build(distribution):
+def torch_build(version_file):
     """The CUDA version that torch was built for, read from its version.py as text, and a note."""
     try:
-        text = distribution.locate_file("torch/version.py").read_text(encoding="utf-8")
+        text = version_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None, "torch/version.py cannot be read: the CUDA version of its build is not known"
     cuda = re.search(r"""^cuda\b[^=\n]*=\s*['"]([0-9.]+)['"]""", text, re.MULTILINE)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import subprocess
 import sys
@@ -305,3 +306,15 @@ def test_files_beside_the_child_do_not_stand_in_for_the_standard_library(tmp_pat
         (tmp_path / f"{name}.py").write_text("raise SystemExit(9)")
     child = subprocess.run([str(training_python), str(script), "trl"], capture_output=True, text=True, check=True)
     assert json.loads(child.stdout)["versions"] == {"trl": "1.12.0"}
+
+
+def test_metadata_folders_say_what_importlib_says() -> None:
+    from importlib import metadata
+
+    here = stack_module._look_here()["versions"]  # pyright: ignore[reportPrivateUsage]
+    asked = {}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            asked[package] = metadata.version(package)
+    assert here == asked
+    assert "torch" in here
