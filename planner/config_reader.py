@@ -179,6 +179,8 @@ def _architecture(
         )
     if quantization is not None:
         notes.append(f"the checkpoint is stored quantised ({quantization}); parameters are counted unpacked")
+    if _stated_class(root) is None:
+        notes.append("architectures names no class, and TRL's trainers load the model by that name")
     for key, value in text.assumed.items():
         notes.append(f"{key} is not in the config: {value}, transformers' default, is used")
     return Architecture(

@@ -379,6 +379,34 @@ def test_a_missing_key_takes_the_default_of_transformers_and_says_so() -> None:
     assert read_.notes == ("vocab_size is not in the config: 32000, transformers' default, is used",)
 
 
+def test_a_config_without_a_class_is_read_as_the_auto_class_and_said() -> None:
+    read_ = read(without("architectures"))
+    assert read_.class_name == "LlamaForCausalLM"
+    assert read_.notes == ("architectures names no class, and TRL's trainers load the model by that name",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameters"),
+    [
+        # Counted by instantiating the models at reduced depth.
+        ({"model_type": "qwen3", "hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 8,
+          "head_dim": 128, "intermediate_size": 9728, "vocab_size": 151936, "tie_word_embeddings": True,
+          "num_hidden_layers": 4}, 792_681_984),
+        ({"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+          "intermediate_size": 14336, "vocab_size": 128256, "num_hidden_layers": 4}, 1_923_125_248),
+        ({"model_type": "gemma3_text", "hidden_size": 1152, "num_attention_heads": 4, "num_key_value_heads": 1,
+          "head_dim": 256, "intermediate_size": 6912, "vocab_size": 262144, "tie_word_embeddings": True,
+          "num_hidden_layers": 6}, 463_043_712),
+        ({"model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
+          "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+          "num_experts_per_tok": 8, "vocab_size": 151936, "num_hidden_layers": 2}, 1_868_573_184),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_reduced_models_have_the_counts_seen_elsewhere(changes: dict[str, Any], parameters: int) -> None:
+    assert read(with_(**changes)).num_parameters == parameters
+
+
 def test_null_is_not_the_same_as_missing() -> None:
     mistral = with_(model_type="mistral", architectures=["MistralForCausalLM"])
     assert read(mistral).attention_kinds == ("sliding",)
