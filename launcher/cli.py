@@ -73,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
             help="job.yaml, plan.json, run folder, or a model",
         )
         add_job_flags(made[name])
+        made[name].set_defaults(top=8)
         made[name].add_argument("-o", "--output", type=Path, metavar="DIR", help="run folder; default: runs/NAME")
         made[name].add_argument(
             "--candidate",

@@ -144,11 +144,12 @@ def make_problem(inputs: PlanInput) -> Problem:
         rules=rules,
         hardware=hardware,
     )
+    options = space_options(job, architecture, stack, hardware, pins)
     return Problem(
         inputs=inputs,
         hardware=hardware,
         judge=judge,
-        options=space_options(job, architecture, stack, hardware, pins),
+        options=replace(options, min_micro_batch=rules.min_micro_batch),
     )
 
 

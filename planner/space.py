@@ -49,6 +49,8 @@ class SpaceOptions:
     attentions: tuple[Attention, ...]
     optimizers_8bit: tuple[str, ...] = ()
     allow_numerics: bool = False
+    min_micro_batch: int = 1
+    """The trainer refuses smaller ones (KTO needs two rows for its KL term)."""
     pins: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -209,10 +211,8 @@ def frames(options: SpaceOptions, hardware: Hardware) -> Iterator[tuple[Choice, 
     for num_gpus in gpu_counts(hardware, pins):
         for layout in _layouts(num_gpus, hardware, options):
             data_parallel = layout["dp_shard"] * layout["dp_replicate"]
-            accumulate = pins.get(
-                "grad_accum",
-                max(1, options.global_batch // (data_parallel * pins.get("micro_batch", 1))),
-            )
+            micro = pins.get("micro_batch", options.min_micro_batch)
+            accumulate = pins.get("grad_accum", max(1, options.global_batch // (data_parallel * micro)))
             for held, loss_path, attention, recompute, offload in product(
                 numerics, loss_paths, attentions, recomputes, _offloads(layout["sharding"], pins)
             ):
@@ -223,7 +223,7 @@ def frames(options: SpaceOptions, hardware: Hardware) -> Iterator[tuple[Choice, 
                     loss_path=loss_path,
                     recompute=recompute,
                     offload=offload,
-                    micro_batch=pins.get("micro_batch", 1),
+                    micro_batch=micro,
                     grad_accum=accumulate,
                     optimizer=held.optimizer,
                     weights=held.weights,
@@ -250,4 +250,5 @@ def micro_batches(choice: Choice, options: SpaceOptions) -> list[tuple[int, int]
     if "grad_accum" in pins:
         accumulate = pins["grad_accum"]
         return [(per_rank // accumulate, accumulate)] if per_rank % accumulate == 0 else []
-    return [(d, per_rank // d) for d in _divisors(per_rank) if d <= MAX_MICRO_BATCH]
+    sizes = [d for d in _divisors(per_rank) if options.min_micro_batch <= d <= MAX_MICRO_BATCH]
+    return [(d, per_rank // d) for d in sizes]
