@@ -127,14 +127,16 @@ def _from_plan(path: Path, args: argparse.Namespace) -> Target:
     fitting = [candidate for candidate in plan.candidates if candidate.fits]
     if plan.best is None or not fitting:
         raise NothingFits(f"plan {str(path)!r} holds nothing that fits")
-    if not 1 <= args.candidate <= len(fitting):
-        raise UsageError(f"--candidate {args.candidate}: the plan holds {len(fitting)} that fit")
-    chosen: PlannedCandidate = plan.best if args.candidate == 1 else fitting[args.candidate - 1]
+    number: int = args.candidate
+    if not 1 <= number <= len(fitting):
+        raise UsageError(f"--candidate {number}: the plan holds {len(fitting)} that fit")
+    chosen: PlannedCandidate = plan.best if number == 1 else fitting[number - 1]
     document: dict[str, Any] = json.loads(text)
     document["best"] = chosen.model_dump(mode="json")
+    knobs: dict[str, object] = chosen.choice.model_dump(mode="json")
     spec = RunSpec(
         job=plan.job_alone(),
-        choice=Choice.from_json(chosen.choice.model_dump(mode="json")),
+        choice=Choice.from_json(knobs),
         architecture=resolve_architecture(plan.job.model),
         stack=plan.stack,
         machine=plan.machine,

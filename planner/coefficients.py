@@ -37,21 +37,25 @@ ZERO = Affine()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerBytes:
-    """What one decoder layer of one kind allocates on one rank, weights and gradients aside."""
+class ModeBytes:
+    """One decoder layer under one way of recomputing: what one rank allocates, weights and gradients at rest aside."""
 
-    saved: Affine
-    """Kept from forward to backward when nothing is recomputed, the layer's input included."""
-    boundary: Affine
-    """Kept under full recompute: the layer's input."""
-    selective: Affine
-    """Kept under selective recompute: the input, the attention output and its log-sum-exp."""
-    forward_transient: Affine
-    """Highest extra allocation while the layer runs forward, above what it saves or keeps."""
-    recompute_extra: Affine
-    """While the layer runs backward after being recomputed: everything above the kept boundary at the worst moment."""
-    backward_transient: Affine
-    """While the layer runs backward without recompute: above its saved tensors at the worst moment."""
+    kept: Affine
+    """From the layer's forward to its backward, its input included where autograd or the checkpoint holds it."""
+    forward: Affine
+    """Highest extra allocation while the layer runs forward, above what is live when it starts."""
+    backward: Affine
+    """Highest extra allocation while the layer runs backward, above what is live when its backward starts (``kept``
+    included there), the gradients of its own weights that exist at that moment included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """One decoder layer of one kind under each way of recomputing."""
+
+    none: ModeBytes
+    full: ModeBytes
+    selective: ModeBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from planner.adapters import adapts_experts, lora_modules
 from planner.architecture import Architecture, LayerKind
-from planner.coefficients import Affine, Coefficients, LayerBytes
+from planner.coefficients import Affine, Coefficients, LayerBytes, ModeBytes
 
 CHECKED_FAMILIES = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"})
 CHECKED_ERROR = 0.06
@@ -110,14 +110,18 @@ def _layer(architecture: Architecture, kind: LayerKind, o: ActivationOptions) ->
     backward = boundary + max(mlp_peak, attention_peak)
     own = _own_gradients(kind, o)
     merged = _merged_experts(architecture, kind, o)
+    forward = _forward_transient(kind, architecture.hidden, o)
+    # Both the update and the merged weight exist while it is being merged.
+    running = Affine(forward, 2 * merged, attention_pairs)
+    recomputing = Affine(saved + backward, own + merged, 2 * attention_pairs)
     return LayerBytes(
-        saved=Affine(saved, merged, attention_pairs),
-        boundary=Affine(boundary),
-        selective=Affine(boundary + kept),
-        # Both the update and the merged weight exist while it is being merged.
-        forward_transient=Affine(_forward_transient(kind, architecture.hidden, o), 2 * merged, attention_pairs),
-        recompute_extra=Affine(saved + backward, own + merged, 2 * attention_pairs),
-        backward_transient=Affine(backward, own, attention_pairs),
+        none=ModeBytes(
+            kept=Affine(saved, merged, attention_pairs),
+            forward=Affine(max(saved, forward), 2 * merged, attention_pairs),
+            backward=Affine(backward, own, attention_pairs),
+        ),
+        full=ModeBytes(kept=Affine(boundary), forward=running, backward=recomputing),
+        selective=ModeBytes(kept=Affine(boundary + kept), forward=running, backward=recomputing),
     )
 
 

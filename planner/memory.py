@@ -249,7 +249,7 @@ class MemoryModel:
         ranks = min(choice.num_gpus, self.hardware.gpus_per_node)
         pinned = pageable = 0
         if "activations" in choice.offload:
-            pinned += ranks * sum(at.kinds[index].boundary for index in self.job.architecture.order)
+            pinned += ranks * sum(at.kinds[index].full.kept for index in self.job.architecture.order)
         if "optimizer" in choice.offload:
             pinned += int(ranks * (held.master + held.moment1 + held.moment2))
         if "params" in choice.offload:

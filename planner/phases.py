@@ -6,12 +6,12 @@ loss comes on top, backward walks the layers down while gradients rise, the step
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from planner.blocks import Block, Blocks
 from planner.choice import Choice
-from planner.coefficients import Coefficients, LayerBytes
+from planner.coefficients import Coefficients, ModeBytes
 from planner.loss_memory import LossBytes
 from planner.optimizers import find_optimizer
 from planner.sharding_memory import ShardingBytes
@@ -52,16 +52,20 @@ class Phase:
         return sum(self.parts.values())
 
 
-@dataclass(frozen=True, slots=True)
-class LayerAt:
+class ModeAt(NamedTuple):
+    """``ModeBytes`` at one token count."""
+
+    kept: int
+    forward: int
+    backward: int
+
+
+class LayerAt(NamedTuple):
     """``LayerBytes`` at one token count."""
 
-    saved: int
-    boundary: int
-    selective: int
-    forward: int
-    recompute: int
-    backward: int
+    none: ModeAt
+    full: ModeAt
+    selective: ModeAt
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +80,11 @@ class ActivationsAt:
 def activations_at(coefficients: Coefficients, tokens: int, sequence: int) -> ActivationsAt:
     """Evaluate ``coefficients`` for one rank's ``tokens`` in sequences of ``sequence`` tokens."""
 
-    def layer(b: LayerBytes) -> LayerAt:
-        affine = (b.saved, b.boundary, b.selective, b.forward_transient, b.recompute_extra, b.backward_transient)
-        return LayerAt(*(a.at(tokens, sequence) for a in affine))
+    def mode(b: ModeBytes) -> ModeAt:
+        return ModeAt(*(a.at(tokens, sequence) for a in (b.kept, b.forward, b.backward)))
 
     return ActivationsAt(
-        tuple(layer(b) for b in coefficients.layers),
+        tuple(LayerAt(mode(b.none), mode(b.full), mode(b.selective)) for b in coefficients.layers),
         coefficients.model_saved.at(tokens, sequence),
         coefficients.final_norm_saved.at(tokens, sequence),
     )
@@ -128,24 +131,28 @@ class Run:
     count: int
     kept: int
     """Bytes that one of these layers keeps on the card from forward to backward."""
+    forward: int
+    backward: int
+    """Highest extra bytes of one of these layers while it runs."""
     recomputed: bool
 
 
 def layer_runs(order: tuple[int, ...], choice: Choice, at: ActivationsAt) -> tuple[Run, ...]:
     """The decoder as runs of like layers: inside one, everything is affine in depth, so only its ends can be a peak."""
-    selective = choice.recompute == "selective"
-    recomputed = recomputed_layers(choice.recompute, len(order))
+    again = recomputed_layers(choice.recompute, len(order))
     first_kept = len(order) - OFFLOAD_BANDS if "activations" in choice.offload else 0
     runs: list[Run] = []
-    for index, (kind, again) in enumerate(zip(order, recomputed, strict=True)):
+    for index, (kind, recomputed) in enumerate(zip(order, again, strict=True)):
         layer = at.kinds[kind]
-        kept = (layer.selective if selective else layer.boundary) if again else layer.saved
-        if index < first_kept:
-            kept = 0
-        if runs and (runs[-1].kind, runs[-1].kept, runs[-1].recomputed) == (kind, kept, again):
-            runs[-1] = Run(kind, runs[-1].count + 1, kept, again)
+        mode = layer.none
+        if recomputed:
+            mode = layer.selective if choice.recompute == "selective" else layer.full
+        kept = mode.kept if index >= first_kept else 0
+        last = runs[-1] if runs else None
+        if last is not None and (last.kind, last.kept, last.recomputed) == (kind, kept, recomputed):
+            runs[-1] = replace(last, count=last.count + 1)
         else:
-            runs.append(Run(kind, 1, kept, again))
+            runs.append(Run(kind, 1, kept, mode.forward, mode.backward, recomputed))
     return tuple(runs)
 
 
@@ -247,15 +254,15 @@ class Walk:
         highest = -1.0
         worst = (0.0, 0.0, 0.0, 0.0)
         saved, casts = float(self.at.model_saved), 0.0
-        for kind, count, kept, _ in ((r.kind, r.count, r.kept, r.recomputed) for r in self.runs):
+        for run in self.runs:
             # Saved tensors and copies only grow inside a run, so its last layer is its worst.
-            saved += kept * (count - 1)
-            casts += self.states.cast_bytes[kind] * count
-            transient, gather = float(self.at.kinds[kind].forward), float(self.shard.layer_gather[kind])
+            saved += run.kept * (run.count - 1)
+            casts += self.states.cast_bytes[run.kind] * run.count
+            transient, gather = float(run.forward), float(self.shard.layer_gather[run.kind])
             live = saved + transient + gather + casts
             if live > highest:
                 highest, worst = live, (saved, transient, casts, gather)
-            saved += kept
+            saved += run.kept
         saved, transient, casts, gather = worst
         return Moment(
             gradients=self.persisting,
@@ -292,8 +299,7 @@ class Walk:
         highest = -1.0
         worst = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         for run in reversed(self.runs):
-            layer, kind = self.at.kinds[run.kind], run.kind
-            transient = float(layer.recompute if run.recomputed else layer.backward)
+            kind, transient = run.kind, float(run.backward)
             gather, reduced = float(self.shard.layer_gather[kind]), float(self.shard.layer_reduce[kind])
             added = 0.0 if accumulates else self.states.layer_gradients[kind]
             freed = 0.0 if run.recomputed else self.states.cast_bytes[kind]
