@@ -47,6 +47,8 @@ class ModeBytes:
     backward: Affine
     """Highest extra allocation while the layer runs backward, above what is live when its backward starts (``kept``
     included there), the gradients of its own weights that exist at that moment included."""
+    attention_backward: Affine
+    """The same, at the highest moment of the attention block alone: what context parallelism's ring comes on top of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,8 @@ class ActivationOptions:
     attention: str = "sdpa"
     masked: bool = False
     """A 2-D mask is materialised for full-attention layers too: padded rows, or packed rows without flash attention."""
+    mask_bias: bool = True
+    """Masked SDPA makes a bias of the mask, as it does on CUDA; the CPU kernel reads the mask itself."""
 
 
 @lru_cache(maxsize=256)
@@ -96,32 +98,47 @@ def _norm_saved(model_type: str, width: int, o: ActivationOptions) -> float:
 
 
 def _layer(architecture: Architecture, kind: LayerKind, o: ActivationOptions) -> LayerBytes:
-    attention_saved, attention_pairs, attention_peak = _attention(architecture, kind, o)
+    attention = _attention(architecture, kind, o)
     mlp_saved, mlp_peak = _mlp(kind, o)
     norms = kind.num_norms * _norm_saved(architecture.model_type, architecture.hidden, o)
-    saved = norms + attention_saved + mlp_saved + _adapters(architecture, kind, o)
+    saved = norms + attention.saved + mlp_saved + _adapters(architecture, kind, o)
     if o.lora_targets is not None:
         mlp_peak += (
             ADAPTER_BACKWARD_BYTES if o.adapter_bytes != o.compute_bytes else o.compute_bytes
         ) * kind.intermediate
     boundary = float(o.residual_bytes * architecture.hidden)
     kept = o.compute_bytes * kind.heads * (kind.value_head_dim or kind.head_dim) + 4 * kind.heads
-    # The gradient of the layer's output lives through its whole backward.
-    backward = boundary + max(mlp_peak, attention_peak)
     own = _own_gradients(kind, o)
     merged = _merged_experts(architecture, kind, o)
     forward = _forward_transient(kind, architecture.hidden, o)
+    # The gradient of the layer's output lives through its whole backward. Attention runs backward when the MLP's saved
+    # tensors are gone.
+    widest = boundary + max(mlp_peak, attention.peak)
+    at_attention = boundary + attention.peak
+    pairs = attention.pairs + attention.pairs_peak
     # Both the update and the merged weight exist while it is being merged.
-    running = Affine(forward, 2 * merged, attention_pairs)
-    recomputing = Affine(saved + backward, own + merged, 2 * attention_pairs)
+    running = Affine(forward, 2 * merged, pairs)
+    recomputing = Affine(saved + widest, own + merged, pairs)
+    recomputing_attention = Affine(saved - mlp_saved + at_attention, 0, pairs)
     return LayerBytes(
         none=ModeBytes(
-            kept=Affine(saved, merged, attention_pairs),
-            forward=Affine(max(saved, forward), 2 * merged, attention_pairs),
-            backward=Affine(backward, own, attention_pairs),
+            kept=Affine(saved, merged, attention.pairs),
+            forward=Affine(max(saved, forward), 2 * merged, pairs),
+            backward=Affine(widest, own, attention.pairs_peak),
+            attention_backward=Affine(at_attention - mlp_saved, 0, attention.pairs_peak),
         ),
-        full=ModeBytes(kept=Affine(boundary), forward=running, backward=recomputing),
-        selective=ModeBytes(kept=Affine(boundary + kept), forward=running, backward=recomputing),
+        full=ModeBytes(
+            kept=Affine(boundary),
+            forward=running,
+            backward=recomputing,
+            attention_backward=recomputing_attention,
+        ),
+        selective=ModeBytes(
+            kept=Affine(boundary + kept),
+            forward=running,
+            backward=recomputing,
+            attention_backward=recomputing_attention,
+        ),
     )
 
 
@@ -151,8 +168,19 @@ def _linear_input(width: int, num_linears: int, trained: bool, o: ActivationOpti
     return float(copies * o.compute_bytes * width)
 
 
-def _attention(architecture: Architecture, kind: LayerKind, o: ActivationOptions) -> tuple[float, float, float]:
-    """(bytes kept per token, bytes kept per token pair, transient per token in backward) of the attention block."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AttentionBytes:
+    saved: float
+    """Per token, from forward to backward."""
+    peak: float
+    """Per token, on top while it runs backward."""
+    pairs: float = 0.0
+    """Per token pair, from forward to backward."""
+    pairs_peak: float = 0.0
+    """Per token pair, on top while it runs either way."""
+
+
+def _attention(architecture: Architecture, kind: LayerKind, o: ActivationOptions) -> _AttentionBytes:
     hidden, c = architecture.hidden, o.compute_bytes
     projections = [m for m in kind.linears if m.role == "attention"]
     inputs = _linear_input(hidden, max(len(projections) - 1, 1), o.trains_base, o)
@@ -163,20 +191,25 @@ def _attention(architecture: Architecture, kind: LayerKind, o: ActivationOptions
     if kind.attention == "linear":
         # Gated delta rule: mixed q/k/v before and after the convolution, gates, and the chunked states, all kept.
         width = sum(m.out_features * m.count for m in projections[:-1])
-        return inputs + 4 * c * width, 0.0, 2.0 * c * width
+        return _AttentionBytes(saved=inputs + 4 * c * width, peak=2.0 * c * width)
     saved = inputs
     if kind.qk_norm != "none":
         saved += sum(_norm_saved(architecture.model_type, w, o) for w in (q, k))
-    repeated = o.attention != "flash_attention_2" and (o.masked or kind.attention in ("sliding", "chunked"))
-    kv = (q + out) if repeated else (k + v)
-    saved += c * (q + kv + out) + 4 * kind.heads
-    pairs = 0.0
-    if o.attention == "eager":
-        # Scores: softmax in fp32 and its bf16 copy are kept; a soft cap keeps the tanh as well.
-        pairs = kind.heads * (4.0 + c + (c if kind.attention_softcap else 0.0))
+    fused = o.attention == "flash_attention_2"
+    repeated = not fused and (o.masked or kind.attention in ("sliding", "chunked"))
+    saved += c * (q + ((q + out) if repeated else (k + v)) + out) + 4 * kind.heads
     if repeated and kind.kv_heads != kind.heads:
         saved += c * (k + v)
-    return saved, pairs, float(c * (q + k + v + out))
+    peak = float(c * (q + k + v + out))
+    if o.attention == "eager":
+        # Scores: softmax in fp32 and its low-precision copy are kept; a soft cap keeps the tanh as well.
+        scores = kind.heads * (4.0 + c + (c if kind.attention_softcap else 0.0))
+        return _AttentionBytes(saved=saved, peak=peak, pairs=scores, pairs_peak=scores)
+    if repeated and o.mask_bias:
+        # SDPA's memory-efficient kernel takes the mask as a bias in the query's dtype: a copy for the call, and one
+        # that backward keeps. Fitted to the recorded limit of Gemma-3-1B (107,520 tokens on 80 GB).
+        return _AttentionBytes(saved=saved, peak=peak, pairs=float(c), pairs_peak=float(c))
+    return _AttentionBytes(saved=saved, peak=peak)
 
 
 def _mlp(kind: LayerKind, o: ActivationOptions) -> tuple[float, float]:

@@ -276,6 +276,7 @@ class MemoryModel:
             adapter_bytes=4 if choice.method == "lora" and uses_autocast(choice) else compute_bytes(choice),
             attention=choice.attention,
             masked=(padded or choice.packing) and choice.attention != "flash_attention_2",
+            mask_bias=self.hardware.device == "cuda",
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from planner.blocks import Block, Blocks
-from planner.choice import Choice
+from planner.choice import FSDP2, Choice
 from planner.coefficients import Coefficients, ModeBytes
 from planner.loss_memory import LossBytes
 from planner.optimizers import find_optimizer
@@ -58,6 +58,7 @@ class ModeAt(NamedTuple):
     kept: int
     forward: int
     backward: int
+    attention_backward: int
 
 
 class LayerAt(NamedTuple):
@@ -81,7 +82,7 @@ def activations_at(coefficients: Coefficients, tokens: int, sequence: int) -> Ac
     """Evaluate ``coefficients`` for one rank's ``tokens`` in sequences of ``sequence`` tokens."""
 
     def mode(b: ModeBytes) -> ModeAt:
-        return ModeAt(*(a.at(tokens, sequence) for a in (b.kept, b.forward, b.backward)))
+        return ModeAt(*(a.at(tokens, sequence) for a in (b.kept, b.forward, b.backward, b.attention_backward)))
 
     return ActivationsAt(
         tuple(LayerAt(mode(b.none), mode(b.full), mode(b.selective)) for b in coefficients.layers),
@@ -131,9 +132,8 @@ class Run:
     count: int
     kept: int
     """Bytes that one of these layers keeps on the card from forward to backward."""
-    forward: int
-    backward: int
-    """Highest extra bytes of one of these layers while it runs."""
+    mode: ModeAt
+    """Extra bytes of one of these layers while it runs."""
     recomputed: bool
 
 
@@ -152,7 +152,7 @@ def layer_runs(order: tuple[int, ...], choice: Choice, at: ActivationsAt) -> tup
         if last is not None and (last.kind, last.kept, last.recomputed) == (kind, kept, recomputed):
             runs[-1] = replace(last, count=last.count + 1)
         else:
-            runs.append(Run(kind, 1, kept, mode.forward, mode.backward, recomputed))
+            runs.append(Run(kind, 1, kept, mode, recomputed))
     return tuple(runs)
 
 
@@ -202,7 +202,8 @@ def resident_states(choice: Choice, blocks: Blocks, roles: RoleTable, held: Held
         all_gradients=held.gradients * on_card,
         layer_gradients=tuple(held_bytes(block, roles).gradients * on_card for block in blocks.kinds),
         embedding_gradients=embedding,
-        tail_gradients=tail + (embedding if tied else 0.0),
+        # Under FSDP2 a tied embedding's gradient stays whole until the end: sharding_memory counts it.
+        tail_gradients=tail + (embedding if tied and choice.sharding not in FSDP2 else 0.0),
         cast_bytes=tuple(casts * weights for weights in blocks.cast_weights),
     )
 
@@ -258,7 +259,10 @@ class Walk:
             # Saved tensors and copies only grow inside a run, so its last layer is its worst.
             saved += run.kept * (run.count - 1)
             casts += self.states.cast_bytes[run.kind] * run.count
-            transient, gather = float(run.forward), float(self.shard.layer_gather[run.kind])
+            transient, gather = (
+                float(run.mode.forward),
+                float(self.shard.layer_gather[run.kind] + self.shard.ring[run.kind]),
+            )
             live = saved + transient + gather + casts
             if live > highest:
                 highest, worst = live, (saved, transient, casts, gather)
@@ -299,8 +303,11 @@ class Walk:
         highest = -1.0
         worst = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         for run in reversed(self.runs):
-            kind, transient = run.kind, float(run.backward)
-            gather, reduced = float(self.shard.layer_gather[kind]), float(self.shard.layer_reduce[kind])
+            kind, transient, gather = run.kind, float(run.mode.backward), float(self.shard.layer_gather[run.kind])
+            # The ring's buffers live with the attention block, not with the MLP.
+            if run.mode.attention_backward + self.shard.ring[kind] > transient:
+                transient, gather = float(run.mode.attention_backward), gather + self.shard.ring[kind]
+            reduced = float(self.shard.layer_reduce[kind])
             added = 0.0 if accumulates else self.states.layer_gradients[kind]
             freed = 0.0 if run.recomputed else self.states.cast_bytes[kind]
             # Inside a run everything is affine in depth: its first or its last layer is its worst.

@@ -25,9 +25,11 @@ class ShardingBytes:
     """Extra bytes on one rank, by moment."""
 
     layer_gather: tuple[int, ...]
-    """Per layer kind: unsharded weights of the layer in use and the one prefetched, and the ring's keys and values."""
+    """Per layer kind: unsharded weights of the layer in use and the one prefetched."""
     layer_reduce: tuple[int, ...]
     """Per layer kind: unsharded gradients of the layer and the copy that is being reduced."""
+    ring: tuple[int, ...]
+    """Per layer kind: context parallelism's keys, values and merged output, while attention runs."""
     root_forward: int = 0
     """Groups that stay gathered through the whole forward."""
     root_loss: int = 0
@@ -57,66 +59,65 @@ def sharding_bytes(
         seq_len: tokens of a whole sequence, before context parallelism divides it.
         tail_group: final norm and head form one FSDP2 group that is not resharded after forward.
     """
-    num_kinds = len(architecture.kinds)
+    none = (0,) * len(architecture.kinds)
     if choice.sharding == "none":
-        return ShardingBytes(layer_gather=(0,) * num_kinds, layer_reduce=(0,) * num_kinds)
+        return ShardingBytes(layer_gather=none, layer_reduce=none, ring=none)
     if choice.sharding == "ddp":
         buckets = int(blocks.total.trainable * trained.gradients)
-        return ShardingBytes(layer_gather=(0,) * num_kinds, layer_reduce=(0,) * num_kinds, rest_buckets=buckets)
+        return ShardingBytes(layer_gather=none, layer_reduce=none, ring=none, rest_buckets=buckets)
     if choice.sharding in ZERO:
         return _zero(choice, architecture, blocks)
     # Gradient accumulation adds nothing here: written runs synchronise every micro-batch, so gradients stay sharded.
     return _fsdp(choice, architecture, blocks, seq_len, tail_group)
 
 
-def _ring(choice: Choice, architecture: Architecture, seq_len: int) -> list[int]:
+def _ring(choice: Choice, architecture: Architecture, seq_len: int) -> tuple[int, ...]:
     """Keys and values of the whole sequence of one layer, and the fp32 output that partial results merge into."""
     if choice.cp == 1:
-        return [0] * len(architecture.kinds)
+        return (0,) * len(architecture.kinds)
     c = compute_bytes(choice)
     out: list[int] = []
     for kind in architecture.kinds:
         kv = 2 * seq_len * kind.kv_heads * kind.head_dim * c
         merged = 4 * -(-seq_len // choice.cp) * kind.heads * kind.head_dim
         out.append(choice.micro_batch * (kv + merged))
-    return out
+    return tuple(out)
 
 
 def _fsdp(choice: Choice, architecture: Architecture, blocks: Blocks, seq_len: int, tail_group: bool) -> ShardingBytes:
     width = compute_bytes(choice)
     layers = [b.trained + b.frozen + b.adapter + b.quantised // 4 for b in blocks.kinds]
     trainable = [b.trainable for b in blocks.kinds]
-    ring = _ring(choice, architecture, seq_len)
     whole_model = sum(layers[kind] for kind in architecture.order) * width
     head = architecture.vocab * architecture.hidden * width
     tied = architecture.tied
-    if choice.sharding == "fsdp_no_reshard":
-        # Every layer stays gathered from its forward to its backward.
-        gather = [whole_model + extra for extra in ring]
-    else:
-        gather = [2 * width * n + extra for n, extra in zip(layers, ring, strict=True)]
+    stays = choice.sharding == "fsdp_no_reshard"  # every layer is gathered from its forward to its backward
+    gather = [whole_model if stays else 2 * width * n for n in layers]
     reduce = [2 * width * n for n in trainable]
     return ShardingBytes(
         layer_gather=tuple(gather),
         layer_reduce=tuple(reduce),
+        ring=_ring(choice, architecture, seq_len),
         root_forward=head if tied and tail_group else 0,
         root_loss=head + (whole_model if choice.sharding == "fsdp_no_reshard" else 0),
-        root_backward=head if tied and tail_group else 0,
+        # A tied embedding stays whole until its own backward, the last, and so does its gradient.
+        root_backward=(2 if blocks.embedding.trained else 1) * head if tied and tail_group else 0,
         load_bytes=max(layers, default=0) * 4,
         save_bytes=max(2 * head, max(layers, default=0) * 4),
     )
 
 
 def _zero(choice: Choice, architecture: Architecture, blocks: Blocks) -> ShardingBytes:
-    num_kinds = len(architecture.kinds)
+    none = (0,) * len(architecture.kinds)
     trainable = blocks.total.trainable
     bucket = 2 * min(ZERO_BUCKET_ELEMENTS, trainable)
     ranks = choice.shard_ranks
     fp32_partition = 4 * trainable // ranks
     if choice.sharding in ("zero1", "zero2"):
         return ShardingBytes(
-            layer_gather=(0,) * num_kinds,
-            layer_reduce=(0,) * num_kinds,
+            layer_gather=none,
+            layer_reduce=none,
+            ring=none,
             rest_buckets=bucket,
             step_bytes=fp32_partition + bucket,
         )
@@ -127,6 +128,7 @@ def _zero(choice: Choice, architecture: Architecture, blocks: Blocks) -> Shardin
     return ShardingBytes(
         layer_gather=tuple(max(2 * 2 * n, live) for n in layers),
         layer_reduce=tuple(2 * b.trainable for b in blocks.kinds),
+        ring=none,
         root_loss=head,
         rest_buckets=bucket,
         step_bytes=sub_group,
