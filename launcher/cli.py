@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launcher.diagnostics import report_error
 from launcher.errors import ExitCode, TrlfitError
-from launcher.flags import DESCRIPTION, EPILOG, Parser, add_job_flags, tokens
+from launcher.flags import DESCRIPTION, EPILOG, Parser, add_job_flags, count, tokens
 from launcher.output import print_text
 
 COMMANDS = {
@@ -23,7 +23,7 @@ COMMANDS = {
         "plan a run: which settings fit and run fastest, and why",
     ),
     "ledger": (
-        "commands_plan",
+        "commands_ledger",
         "run_ledger",
         "the bytes of one choice: roles, parts, phases, formula and source",
     ),
@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name in ("plan", "ledger"):
         made[name].add_argument("model", nargs="?", metavar="MODEL", help="hub id, local folder, or config.json")
         add_job_flags(made[name])
-    made["plan"].add_argument("--top", type=int, default=8, metavar="N", help="candidates to show")
+    made["plan"].add_argument("--top", type=count(1, 1000), default=8, metavar="N", help="candidates to show")
     _textbook_flags(made["ledger"])
     for name in ("write", "launch"):
         made[name].add_argument(
@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
         made[name].add_argument("-o", "--output", type=Path, metavar="DIR", help="run folder; default: runs/NAME")
         made[name].add_argument(
             "--candidate",
-            type=int,
+            type=count(1, 1000),
             default=1,
             metavar="N",
             help="write the N-th candidate instead of the best",

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from launcher.errors import ExitCode, UsageError
+from launcher.flags import FLAG_FIELDS
 from launcher.output import print_json, print_text
 from launcher.plan_text import ledger_text, textbook_text
 from launcher.planning import plan_from_args
@@ -17,6 +18,7 @@ from planner.units import GIB
 
 def run_ledger(args: argparse.Namespace) -> int:
     """The bytes of one choice, or of the textbook sheet."""
+    _check_flags(args)
     if args.textbook:
         sheet = textbook(textbook_input(args))
         print_json(sheet) if args.json else print_text(textbook_text(sheet))
@@ -26,6 +28,35 @@ def run_ledger(args: argparse.Namespace) -> int:
     document = ledger(outcome.problem, shown)
     print_json(document) if args.json else print_text(ledger_text(document))
     return ExitCode.DONE if shown.fits else ExitCode.NOTHING_FITS
+
+
+TEXTBOOK_FLAGS = (
+    "params",
+    "hidden",
+    "layers",
+    "batch",
+    "card_gib",
+    "devices",
+    "stage",
+    "recompute",
+    "bytes",
+    "optimizer",
+    "mixed_precision",
+)
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Refuse flags that the other kind of ledger reads: ignored in silence, they would make its figures a lie."""
+    if args.textbook:
+        foreign = [name for name in (*FLAG_FIELDS, "job", "python") if name != "seq_len"]
+        if args.model is not None:
+            raise UsageError(f"--textbook counts stated sizes, not a model; drop {args.model}, or drop --textbook")
+        hint = "--textbook reads stated sizes alone; drop it"
+    else:
+        foreign, hint = list(TEXTBOOK_FLAGS), "it belongs to the textbook count; add --textbook"
+    for name in foreign:
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')}: {hint}")
 
 
 TEXTBOOK_LIMITS: dict[str, tuple[float, float]] = {
@@ -71,5 +102,7 @@ def _role_bytes(pairs: list[tuple[str, str]]) -> dict[str, int]:
             raise UsageError(f"--bytes {role}={text}: no such role; roles: {', '.join(ROLES)}")
         if not text.isascii() or not text.isdigit() or int(text) > 64:
             raise UsageError(f"--bytes {role}={text}: give whole bytes per parameter, 0 to 64")
+        if widths.get(role, int(text)) != int(text):
+            raise UsageError(f"--bytes: {role} is given as {widths[role]} and as {text}; give it once")
         widths[role] = int(text)
     return widths

@@ -18,7 +18,10 @@ from launcher.run_spec import RunSpec
 from launcher.run_target import Target, resolve_target
 from launcher.runs import RunState, run_state, start_run, stop_run
 from launcher.validate import validate_run
-from planner.units import format_gib, format_seconds
+from planner.units import format_bytes, format_seconds
+
+MAX_GRACE_S = 86_400
+"""A day: the largest checkpoints are written in less."""
 
 
 def run_write(args: argparse.Namespace) -> int:
@@ -101,8 +104,8 @@ def _narrate_plan(target: Target) -> None:
     memory, time = best["memory"], best["time"]
     pace = f", {format_seconds(time['step_s'])} per step" if time else ""
     report_note(
-        f"predicted: {format_gib(memory['allocated_bytes'], 2)} GiB allocated per process"
-        f" ({format_gib(memory['low_bytes'], 2)} to {format_gib(memory['high_bytes'], 2)}){pace}"
+        f"predicted: {format_bytes(memory['allocated_bytes'])} allocated per process"
+        f" ({format_bytes(memory['low_bytes'])} to {format_bytes(memory['high_bytes'])}){pace}"
     )
 
 
@@ -146,8 +149,8 @@ def run_watch(args: argparse.Namespace) -> int:
 def run_stop(args: argparse.Namespace) -> int:
     """End a run and everything it started."""
     _check_folder(args.run)
-    if args.grace < 0:
-        raise UsageError(f"--grace {args.grace:g}: give seconds from 0")
+    if not 0 <= args.grace <= MAX_GRACE_S:
+        raise UsageError(f"--grace {args.grace:g}: give seconds from 0 to {MAX_GRACE_S:,}")
     before = run_state(args.run)
     if before.is_over and before.outcome is not None:
         print_text(f"{args.run}: already over: {before.outcome.sentence}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,12 +16,23 @@ exit codes: 0 done, 1 our bug, 2 bad input, 3 nothing fits, 4 the environment la
 6 the training failed, 130 interrupted"""
 
 
+MAX_MESSAGE = 300
+"""Characters of an argparse message, which repeats what was typed whatever its length."""
+
+
 class Parser(argparse.ArgumentParser):
-    """argparse that reports through our one error line instead of printing usage twice."""
+    """argparse that reports through our one error line, and takes no abbreviated flags.
+
+    An abbreviation that works today is ambiguous with the next flag that is added.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting, so that every error leaves by one door."""
-        raise UsageError(f"{message}; see `{self.prog} --help`")
+        cut = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "..."
+        raise UsageError(f"{cut.removeprefix('argument ')}; see `{self.prog} --help`")
 
 
 def tokens(text: str) -> int:
@@ -31,6 +43,18 @@ def tokens(text: str) -> int:
     if not digits.isascii() or not digits.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write 4096, 128k or 1M")
     return int(digits) * scale
+
+
+def count(low: int, high: int) -> Callable[[str], int]:
+    """A whole number from ``low`` to ``high``."""
+
+    def parse(text: str) -> int:
+        digits = text.strip()
+        if not digits.isascii() or not digits.isdigit() or len(digits) > 12 or not low <= int(digits) <= high:
+            raise argparse.ArgumentTypeError(f"give a whole number from {low:,} to {high:,}, not {text[:40]!r}")
+        return int(digits)
+
+    return parse
 
 
 def _pair(text: str) -> tuple[str, str]:

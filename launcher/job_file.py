@@ -9,30 +9,34 @@ from typing import Any
 from pydantic import ValidationError
 
 from launcher.errors import UsageError
+from launcher.validation_text import shown, validation_line
 from planner.job import Job
 
 MAX_JOB_BYTES = 2**20
 
 
 def read_text(path: Path, what: str, limit: int = MAX_JOB_BYTES) -> str:
-    """Text of a small document.
+    """Text of a small document; never more than ``limit`` is read, also of a device or a pipe.
 
     Raises:
         UsageError: missing, unreadable, a folder, too large, or not text.
     """
     try:
         if path.is_dir():
-            raise UsageError(f"{what} {str(path)!r} is a folder; give a file")
-        if path.stat().st_size > limit:
-            raise UsageError(f"{what} {str(path)!r} is larger than {limit // 1024} KiB; is it the right file?")
-        return path.read_text(encoding="utf-8")
+            raise UsageError(f"{what} {shown(path)} is a folder; give a file")
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+        if len(data) > limit:
+            raise UsageError(f"{what} {shown(path)} is larger than {limit // 1024} KiB; is it the right file?")
+        # Windows editors begin files with a byte-order mark.
+        return data.decode("utf-8-sig")
     except FileNotFoundError:
-        raise UsageError(f"{what} {str(path)!r} does not exist") from None
+        raise UsageError(f"{what} {shown(path)} does not exist") from None
     except UnicodeDecodeError:
-        raise UsageError(f"{what} {str(path)!r} is not a text file") from None
+        raise UsageError(f"{what} {shown(path)} is not a text file") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"{what} {str(path)!r} cannot be read ({reason})") from None
+        raise UsageError(f"{what} {shown(path)} cannot be read ({reason})") from None
 
 
 def load_job_file(path: Path) -> dict[str, Any]:
@@ -51,15 +55,17 @@ def load_job_file(path: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}" if mark else ""
-        raise UsageError(f"job file {str(path)!r}{line}: {error.problem or error.context}") from None
+        reason = " ".join(part for part in (error.context, error.problem) if part)
+        raise UsageError(f"job file {shown(path)}{line}: {reason}") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        first = str(error).splitlines()[0] if str(error) else "too deeply nested"
-        raise UsageError(f"job file {str(path)!r}: not valid YAML ({first})") from None
+        deep = isinstance(error, RecursionError)
+        reason = "nested too deeply" if deep else (str(error).splitlines() or [type(error).__name__])[0][:120]
+        raise UsageError(f"job file {shown(path)}: not valid YAML ({reason})") from None
     if data is None:
-        raise UsageError(f"job file {str(path)!r} is empty; it needs at least a line such as model: Qwen/Qwen3-8B")
+        raise UsageError(f"job file {shown(path)} is empty; it needs at least a line such as model: Qwen/Qwen3-8B")
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):  # pyright: ignore[reportUnknownVariableType]
         raise UsageError(
-            f"job file {str(path)!r} is not a mapping of fields; start with a line such as model: Qwen/Qwen3-8B"
+            f"job file {shown(path)} is not a mapping of fields; start with a line such as model: Qwen/Qwen3-8B"
         )
     return data  # pyright: ignore[reportUnknownVariableType]
 
@@ -83,19 +89,6 @@ def _origins(data: Mapping[str, Any], origin: str, prefix: str = "") -> dict[str
     return out
 
 
-def validation_line(error: ValidationError, where: str) -> str:
-    """The first problem of a validation, as one line that names the field."""
-    first = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function"))
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        message = "is not a field of a job; see `trlfit schema job`"
-        return f"{where}: {field} {message}"
-    given = first.get("input")
-    shown = f" (given {str(given)[:60]!r})" if isinstance(given, (str, int, float)) else ""
-    return f"{where}: {field}: {message[:1].lower()}{message[1:]}{shown}" if field else f"{where}: {message}"
-
-
 def resolve_job(
     file: Path | None, flags: Mapping[str, Any], flag_names: Mapping[str, str]
 ) -> tuple[Job, dict[str, str]]:
@@ -113,17 +106,16 @@ def resolve_job(
         UsageError: one line naming the field, the file or flag, and what is allowed.
     """
     from_file = load_job_file(file) if file is not None else {}
-    if file is not None and "model" not in from_file and "model" not in flags:
-        raise UsageError(f"job file {str(file)!r} names no model; add a line such as model: Qwen/Qwen3-8B")
     if file is not None:
-        _validated(
-            from_file if "model" in from_file else {**from_file, "model": str(flags["model"])},
-            f"job file {str(file)!r}",
-        )
+        where = f"job file {shown(file)}"
+        if "model" not in from_file and "model" not in flags:
+            raise UsageError(f"{where} names no model; add a line such as model: Qwen/Qwen3-8B")
+        # On its own first, so that a wrong field is reported as the file's even where a flag would replace it.
+        _validated({"model": str(flags.get("model", "")), **from_file}, where, {})
     merged = _merge(from_file, flags)
     if "model" not in merged:
         raise UsageError("no model given; name one, for example: trlfit plan Qwen/Qwen3-8B")
-    job = _validated(merged, "flags")
+    job = _validated(merged, "job", flag_names)
     origins = dict.fromkeys(_origins(job.model_dump(mode="json"), "default"), "default")
     if file is not None:
         origins |= _origins(from_file, file.name)
@@ -131,10 +123,10 @@ def resolve_job(
     return job, origins
 
 
-def _validated(data: Mapping[str, Any], where: str) -> Job:
+def _validated(data: Mapping[str, Any], where: str, flag_names: Mapping[str, str]) -> Job:
     try:
         return Job.model_validate(data)
     except ValidationError as error:
-        raise UsageError(validation_line(error, where)) from None
+        raise UsageError(validation_line(error, where, flag_names)) from None
     except RecursionError:
         raise UsageError(f"{where}: nested too deeply") from None

@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import EnvironmentLacks, TrlfitError, UsageError
+from launcher.validation_text import shown
 from planner.architecture import Architecture
 from planner.config_reader import UnreadableConfig, read_architecture
 from profiles.models import find_model, nearest
@@ -30,20 +32,20 @@ def resolve_architecture(model: str) -> Architecture:
         UsageError: the path or id names nothing, or the config cannot be read as a decoder.
         EnvironmentLacks: only the hub could know it, and the hub cannot be asked.
     """
-    path = Path(model).expanduser()
     try:
+        path = Path(model).expanduser()
         exists = path.exists()
-    except (OSError, ValueError):
-        exists = False
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL, a ~user that does not exist
+        path, exists = Path(), False
     if exists:
         return _from_path(model, path)
     if model.startswith((".", "/", "~")) or model.endswith(".json"):
-        raise UsageError(f"model {model!r}: no such file or folder")
+        raise UsageError(f"model {shown(model)}: no such file or folder")
     bundled = find_model(model)
     if bundled is not None:
         return _read(bundled.config, model=bundled.id, origin="bundled", where=model)
     if not HUB_ID.match(model):
-        raise UsageError(f"model {model!r} is neither a path nor a hub id such as Qwen/Qwen3-8B")
+        raise UsageError(f"model {shown(model)} is neither a path nor a hub id such as Qwen/Qwen3-8B")
     cached = _cached_config(model)
     if cached is not None:
         return _read(_load(cached), model=model, origin="hub cache", where=model)
@@ -62,14 +64,16 @@ def _from_path(model: str, path: Path) -> Architecture:
 def _load(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``."""
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
+        with path.open("rb") as file:
+            text = file.read(MAX_CONFIG_BYTES + 1)
+        if len(text) > MAX_CONFIG_BYTES:
             raise UsageError(f"{path}: larger than any config.json; give the model's config, not its weights")
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(text.decode("utf-8-sig"))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path}: is not a text file; give the model's config.json") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (RecursionError, ValueError) as error:
         line = f" at line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise UsageError(f"{path}: is not valid JSON{line}; give the model's config.json") from None
     if not isinstance(data, dict):
@@ -81,7 +85,7 @@ def _read(config: dict[str, Any], *, model: str, origin: str, where: str) -> Arc
     try:
         return read_architecture(config, model=model, origin=origin)
     except UnreadableConfig as error:
-        raise UsageError(f"{where}: {error}") from None
+        raise UsageError(f"{where}: {str(error).removeprefix('config.json: ')}") from None
 
 
 def hub_cache() -> Path:
@@ -118,15 +122,22 @@ def _download(model: str) -> Path:
             f"model {model!r} is not bundled and not in the hub cache, and HF_HUB_OFFLINE is set{_suggestion(model)}"
         )
     try:
-        from huggingface_hub import hf_hub_download  # pyright: ignore[reportUnknownVariableType]
-        from huggingface_hub.errors import HfHubHTTPError
+        # By name: an optional package, with types that neither checker can follow.
+        hub: Any = import_module("huggingface_hub")
+        http_error: type[Exception] = import_module("huggingface_hub.errors").HfHubHTTPError
+        utils: Any = import_module("huggingface_hub.utils")
     except ImportError:
         raise EnvironmentLacks(
             f"model {model!r} is not bundled; to ask the hub: pip install huggingface_hub{_suggestion(model)}"
         ) from None
+    # Its own retries and progress bars would stand on stderr between the user and our one line.
+    utils.logging.set_verbosity_error()
+    utils.disable_progress_bars()
     try:
-        return Path(hf_hub_download(model, "config.json", etag_timeout=HUB_TIMEOUT_S))
-    except HfHubHTTPError as error:
+        # Asked first, because the download alone tries a dead network for half a minute.
+        hub.get_hf_file_metadata(hub.hf_hub_url(model, "config.json"), timeout=HUB_TIMEOUT_S)
+        return Path(hub.hf_hub_download(model, "config.json", etag_timeout=HUB_TIMEOUT_S))
+    except http_error as error:
         raise _hub_error(model, error) from None
     except (OSError, ValueError) as error:
         # Connection errors of every HTTP client version derive from OSError; offline modes raise ValueError kinds.
@@ -157,4 +168,5 @@ def _hub_error(model: str, error: Exception) -> TrlfitError:
         return UsageError(f"model {model!r} has no config.json on the hub; give a transformers model")
     if name == "RepositoryNotFoundError":
         return UsageError(f"model {model!r} is not on the hub, or private without a login{_suggestion(model)}")
-    return EnvironmentLacks(f"model {model!r}: the hub answered with an error ({name})")
+    status = getattr(getattr(error, "response", None), "status_code", name)
+    return EnvironmentLacks(f"model {model!r}: the hub answered with an error ({status}); try again later")

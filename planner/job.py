@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -11,10 +12,13 @@ Goal = Literal["fastest", "longest", "fewest_gpus", "headroom"]
 
 MAX_SEQ_LEN = 2**27
 """134 million tokens: far beyond any run, small enough that byte counts stay sane."""
+MAX_DEPTH = 16
+"""Levels of mappings and lists in a value that is passed through."""
 
 
 class _Document(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    # Strict: `nodes: true` is a slip, not one node. Numbers with a fraction are not: YAML reads 5e-2 as text.
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class LoraSpec(_Document):
@@ -22,7 +26,7 @@ class LoraSpec(_Document):
 
     r: int = Field(default=16, ge=1, le=65536, description="Rank of the adapter.")
     alpha: int | None = Field(default=None, ge=1, description="Scaling numerator; 2 x r when left out.")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before the adapter.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, strict=False, description="Dropout before the adapter.")
     target_modules: str | list[str] = Field(
         default="all-linear", description="`all-linear`, or module names such as [q_proj, v_proj]."
     )
@@ -66,7 +70,7 @@ class Job(_Document):
         description="What the planner may alter on its own; otherwise it is only offered.",
     )
     goal: Goal = "fastest"
-    reserve: float = Field(default=0.05, ge=0, lt=1, description="Share of each card kept free.")
+    reserve: float = Field(default=0.05, ge=0, lt=1, strict=False, description="Share of each card kept free.")
     trl: dict[str, Any] = Field(default_factory=dict, description="Passed through to the trainer's config.")
     pins: dict[str, Any] = Field(default_factory=dict, description="Knob -> value that the planner must keep.")
 
@@ -80,7 +84,34 @@ class Job(_Document):
                     raise ValueError(f"put the version of {package} in quotes: '{version}'")
         return value  # pyright: ignore[reportUnknownVariableType]
 
+    @field_validator("trl", "pins")
+    @classmethod
+    def _plain_values(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, item in value.items():
+            _check_plain(item, name)
+        return value
+
     @model_validator(mode="after")
     def _unique(self) -> Job:
         self.allow = list(dict.fromkeys(self.allow))
         return self
+
+
+def _check_plain(value: Any, where: str, depth: int = 0) -> None:
+    """Hold a free value to what JSON can say, so that every job can be written down and read back."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{where} is nested more than {MAX_DEPTH} deep")
+    if isinstance(value, dict):
+        for name, item in value.items():  # pyright: ignore[reportUnknownVariableType]
+            if not isinstance(name, str):
+                raise ValueError(f"{where} has a name that is not text; put it in quotes")
+            _check_plain(item, f"{where}.{name}", depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for item in value:  # pyright: ignore[reportUnknownVariableType]
+            _check_plain(item, where, depth + 1)
+    elif isinstance(value, float) and not isfinite(value):
+        raise ValueError(f"{where} is {value}, which no document can hold")
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError(f"{where} is a number beyond 64 bits")
+    elif value is not None and not isinstance(value, (str, int, float)):
+        raise ValueError(f"{where} is a {type(value).__name__}; put it in quotes")
