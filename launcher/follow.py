@@ -21,7 +21,7 @@ from launcher.run_metrics import (
 )
 from launcher.run_record import LOG, METRICS, PLAN, read_json
 from launcher.runs import RunState, run_state
-from planner.units import format_gib, format_seconds
+from planner.units import format_bytes, format_seconds
 
 POLL_S = 0.2
 STATE_S = 0.5
@@ -242,9 +242,9 @@ class Progress:
             parts.append(f"{tokens / step_s:,.0f} tokens/s")
         if peak := self._peak(row):
             expected_bytes = self._predicted.allocated_bytes
-            text = f"peak {format_gib(peak)}"
-            text += f" (predicted {format_gib(expected_bytes)})" if expected_bytes else ""
-            parts.append(f"{text} GiB")
+            text = f"peak {format_bytes(peak)}"
+            text += f" (predicted {format_bytes(expected_bytes)})" if expected_bytes else ""
+            parts.append(text)
         if self.left_s is not None:
             parts.append(f"{format_seconds(self.left_s)} left")
         return "  ".join(parts)

@@ -18,7 +18,7 @@ from launcher.outcomes import Outcome
 from launcher.processes import this_host
 from launcher.run_metrics import Predicted, as_integer, as_mapping, parse_row
 from launcher.run_record import OUTCOME, PLAN, RunRecord, read_json, read_record
-from planner.units import format_gib, format_seconds
+from planner.units import format_bytes, format_seconds
 
 HISTORY_FILE = "history.jsonl"
 
@@ -154,7 +154,7 @@ def history_rows(root: Path | None = None, notes: list[str] | None = None) -> li
 def table_rows(rows: Sequence[HistoryRow]) -> list[tuple[str, ...]]:
     """Cells for people, the header first: GiB and seconds, predicted, seen and the error."""
     header = (
-        "run", "model", "plan", "state", "pred GiB", "seen", "err", "pred s", "seen", "err", "took",
+        "run", "model", "plan", "state", "predicted", "seen", "err", "pred s", "seen", "err", "took",
         "loss",
     )  # fmt: skip
     return [header, *(_cells(row) for row in rows)]
@@ -273,7 +273,7 @@ def _since(started_at: str) -> float | None:
 
 def _cells(row: HistoryRow) -> tuple[str, ...]:
     def size(value: int | None) -> str:
-        return "-" if value is None else format_gib(value)
+        return "-" if value is None else format_bytes(value)
 
     def seconds(value: float | None) -> str:
         return "-" if value is None else f"{value:,.2f}"

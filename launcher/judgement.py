@@ -99,9 +99,9 @@ def _done(metrics: Metrics, predicted: Predicted, around: Circumstances) -> Verd
     if not metrics.started:
         parts = ["the command ended without an error and recorded no training"]
     if seen := metrics.memory_bytes:
-        text = f"peak {format_gib(seen)} GiB"
+        text = f"peak {format_bytes(seen)}"
         if predicted.allocated_bytes:
-            text += f" (predicted {format_gib(predicted.allocated_bytes)})"
+            text += f" (predicted {format_bytes(predicted.allocated_bytes)})"
         parts.append(text)
     if metrics.step_s:
         text = f"{format_seconds(metrics.step_s)} a step"

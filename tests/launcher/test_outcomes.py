@@ -348,7 +348,7 @@ def test_done_compares_with_the_plan() -> None:
     outcome = end("", exit_code=0, metrics=metrics)
     assert outcome.kind == "done"
     assert outcome.sentence == (
-        "finished after 3 steps, peak 51.0 GiB (predicted 50.0), 2.10 s a step (predicted 2.00 s)"
+        "finished after 3 steps, peak 51.0 GiB (predicted 50.0 GiB), 2.10 s a step (predicted 2.00 s)"
     )
     assert outcome.seen.reserved_bytes == 52 * GIB
     assert outcome.seen.step_s == pytest.approx(2.1), "the first step, 9 s, is left out"
