@@ -10,8 +10,11 @@ from launcher.errors import ExitCode, UsageError
 from launcher.flags import FLAG_FIELDS
 from launcher.output import print_json, print_text
 from launcher.plan_text import ledger_text, textbook_text
-from launcher.planning import plan_from_args
+from launcher.planning import choice_from_args
 from planner.ledger import ledger
+from planner.one_choice import OneChoice
+from planner.planning import host_warnings
+from planner.rules import warnings_for
 from planner.textbook import MAX_DEVICES, ROLES, TextbookInput, textbook
 from planner.units import GIB
 
@@ -23,11 +26,22 @@ def run_ledger(args: argparse.Namespace) -> int:
         sheet = textbook(textbook_input(args))
         print_json(sheet) if args.json else print_text(textbook_text(sheet))
         return ExitCode.DONE
-    outcome = plan_from_args(args)
-    shown = outcome.best or outcome.result.near_misses[0]
-    document = ledger(outcome.problem, shown)
+    one = choice_from_args(args)
+    document = ledger_document(one)
     print_json(document) if args.json else print_text(ledger_text(document))
-    return ExitCode.DONE if shown.fits else ExitCode.NOTHING_FITS
+    return ExitCode.DONE if one.candidate.fits else ExitCode.NOTHING_FITS
+
+
+def ledger_document(one: OneChoice) -> dict[str, Any]:
+    """The ledger of one choice, with what the libraries have against it and what is worth a warning."""
+    document = ledger(one.problem, one.candidate)
+    judge = one.problem.judge
+    warnings = warnings_for(judge.rules, one.candidate.choice)
+    return {
+        **document,
+        "refusals": [{"rule": r.rule, "reason": r.reason, "why": r.why, "source": r.source} for r in one.refusals],
+        "warnings": [*warnings, *host_warnings(one.problem, judge.memory_of(one.candidate))],
+    }
 
 
 TEXTBOOK_FLAGS = (

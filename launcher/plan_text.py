@@ -190,6 +190,8 @@ def ledger_text(document: Json) -> str:
         f"{format_gib(memory['allocated_bytes'])} GiB allocated per GPU, peak in {memory['peak_phase']}"
         f" [{memory['evidence']}]; " + ("fits" if document["fits"] else "does not fit")
     )
+    head += "".join(f"\nthe libraries refuse this: {r['reason']}  [{r['source']}]" for r in document["refusals"])
+    head += "".join(f"\nnote: {warning}" for warning in document["warnings"])
     groups = table(("group", "parameters", "trainable", *(f"{r} GiB" for r in roles)), rows, right=range(1, 8))
     phases = "\n\n".join(_phase(phase, phase["name"] == memory["peak_phase"]) for phase in document["phases"])
     return f"{head}\n\n{groups}\n\n{phases}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from launcher.errors import UsageError
 from launcher.flags import job_flags
@@ -14,12 +16,15 @@ from launcher.machines import resolve_machine
 from launcher.model_config import resolve_architecture
 from launcher.stack import resolve_stack
 from planner.adapters import TargetError
-from planner.job import Job
+from planner.job import MAX_GLOBAL_BATCH, Job
 from planner.machine import Machine
-from planner.pins import PinError
+from planner.one_choice import OneChoice, choose_one
+from planner.pins import PinError, parse_pins
 from planner.planning import PlanOutcome, RefusedJob, make_plan
-from planner.problem import PlanInput
+from planner.problem import PlanInput, hardware_of
 from profiles.cards import CardNotFound, CardProfile, card_for_nvml_name, find_card
+
+Answer = TypeVar("Answer")
 
 
 def plan_inputs(job: Job, origins: Mapping[str, str], python: str | None, top: int) -> PlanInput:
@@ -67,37 +72,70 @@ def plan_from_args(args: argparse.Namespace) -> PlanOutcome:
     Raises:
         TrlfitError: with the line and exit code for the user.
     """
+    return plan_job(*job_from_args(args), args.python, getattr(args, "top", 8))
+
+
+def choice_from_args(args: argparse.Namespace) -> OneChoice:
+    """The one choice that the command line asks for, allowed to run or not.
+
+    Raises:
+        TrlfitError: with the line and exit code for the user.
+    """
+    inputs = _with_pinned_batch(plan_inputs(*job_from_args(args), args.python, top=1))
+    return _asked(choose_one, inputs)
+
+
+def job_from_args(args: argparse.Namespace) -> tuple[Job, dict[str, str]]:
+    """The job of file and flags, and where each value came from."""
     flags, names = job_flags(args)
-    job, origins = resolve_job(args.job, flags, names)
-    return plan_job(job, origins, args.python, getattr(args, "top", 8))
+    return resolve_job(args.job, flags, names)
 
 
 def plan_job(job: Job, origins: Mapping[str, str], python: str | None, top: int) -> PlanOutcome:
     """Plan a resolved job on this machine; the planner's refusals become usage errors."""
-    job = _with_pinned_batch(job, origins)
-    inputs = plan_inputs(job, origins, python, top)
+    return _asked(make_plan, _with_pinned_batch(plan_inputs(job, origins, python, top)))
+
+
+def _asked(planner: Callable[[PlanInput], Answer], inputs: PlanInput) -> Answer:
     try:
-        return make_plan(inputs)
+        return planner(inputs)
     except PinError as error:
         raise UsageError(f"pin {error}") from None
     except (RefusedJob, TargetError) as error:
         raise UsageError(str(error)) from None
 
 
-def _with_pinned_batch(job: Job, origins: Mapping[str, str]) -> Job:
-    """Where micro-batch and accumulation are pinned and the global batch is not given, it follows from them."""
-    if origins.get("global_batch", "default") != "default" or not {"micro_batch", "grad_accum"} <= job.pins.keys():
-        return job
-    ranks = 1
-    sizes: dict[str, Any] = job.pins
-    for knob in ("dp_shard", "dp_replicate"):
-        if str(sizes.get(knob, "")).isdigit():
-            ranks *= int(sizes[knob])
-    micro, accumulate = str(sizes["micro_batch"]), str(sizes["grad_accum"])
-    if not (micro.isdigit() and accumulate.isdigit()):
-        return job
-    product = int(micro) * int(accumulate) * ranks
-    return job.model_copy(update={"global_batch": product}) if 1 <= product <= 1_000_000 else job
+def _with_pinned_batch(inputs: PlanInput) -> PlanInput:
+    """Where micro-batch and accumulation are pinned and the global batch is not given, it follows from them.
+
+    The ranks are those of the pinned sizes; where these are open, every GPU of the machine.
+    """
+    job = inputs.job
+    if (
+        inputs.origins.get("global_batch", "default") != "default"
+        or not {"micro_batch", "grad_accum"} <= job.pins.keys()
+    ):
+        return inputs
+    try:
+        pins = parse_pins(job.pins)
+    except PinError as error:
+        raise UsageError(f"pin {error}") from None
+    sizes = [pins[knob] for knob in ("dp_shard", "dp_replicate") if knob in pins]
+    if pins.get("sharding") == "none":
+        ranks = 1
+    elif len(sizes) == 2:
+        ranks = prod(sizes)
+    else:
+        gpus = pins.get("gpus", hardware_of(inputs, pins).num_gpus)
+        ranks = max(1, gpus // prod(pins.get(knob, 1) for knob in ("cp", "sp", "tp")))
+    product = pins["micro_batch"] * pins["grad_accum"] * ranks
+    if product > MAX_GLOBAL_BATCH:
+        raise UsageError(
+            f"pin micro_batch={pins['micro_batch']} x grad_accum={pins['grad_accum']} on {ranks:,} ranks makes a global"
+            f" batch of {product:,}; the largest is {MAX_GLOBAL_BATCH:,}"
+        )
+    origins = {**inputs.origins, "global_batch": "pins micro_batch, grad_accum"}
+    return replace(inputs, job=job.model_copy(update={"global_batch": product}), origins=origins)
 
 
 def job_file_of(path: str) -> Path | None:

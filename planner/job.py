@@ -12,6 +12,7 @@ Goal = Literal["fastest", "longest", "fewest_gpus", "headroom"]
 
 MAX_SEQ_LEN = 2**27
 """134 million tokens: far beyond any run, small enough that byte counts stay sane."""
+MAX_GLOBAL_BATCH = 1_000_000
 MAX_DEPTH = 16
 """Levels of mappings and lists in a value that is passed through."""
 
@@ -59,7 +60,9 @@ class Job(_Document):
     quantization: Literal["nf4", "nf4-double", "int8"] = Field(default="nf4", description="Base weights under qlora.")
     data: DataSpec = Field(default_factory=DataSpec)
     seq_len: int = Field(default=4096, ge=8, le=MAX_SEQ_LEN, description="Longest sequence in tokens.")
-    global_batch: int = Field(default=8, ge=1, le=1_000_000, description="Sequences per optimizer step over all GPUs.")
+    global_batch: int = Field(
+        default=8, ge=1, le=MAX_GLOBAL_BATCH, description="Sequences per optimizer step over all GPUs."
+    )
     machine: str = Field(default="local", min_length=1, description="local, cpu, NxCARD, or a machine.json.")
     nodes: int = Field(default=1, ge=1, le=1024)
     stack: dict[str, str] = Field(

@@ -21,6 +21,14 @@ class PinError(ValueError):
     """A pin that names no knob, or no value of its knob."""
 
 
+MAX_SIZE = 1_000_000
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
 def _word(*words: str) -> Callable[[str, Any], str]:
     def parse(knob: str, value: Any) -> str:
         text = str(value).strip()
@@ -28,7 +36,7 @@ def _word(*words: str) -> Callable[[str, Any], str]:
         if value is False and "no" in words:
             text = "no"
         if text not in words:
-            raise PinError(f"{knob}={text} is not a value of this knob; choose one of {', '.join(words)}")
+            raise PinError(f"{knob}={_short(text)} is not a value of this knob; choose one of {', '.join(words)}")
         return text
 
     return parse
@@ -39,8 +47,8 @@ def _size(knob: str, value: Any) -> int:
         number = int(str(value))
     except ValueError:
         number = 0
-    if isinstance(value, bool) or not 1 <= number <= 1_000_000:
-        raise PinError(f"{knob}={value} is not a size; give a whole number from 1")
+    if isinstance(value, bool) or not 1 <= number <= MAX_SIZE:
+        raise PinError(f"{knob}={_short(value)} is not a size; give a whole number from 1 to {MAX_SIZE:,}")
     return number
 
 
@@ -52,7 +60,9 @@ def _offload(knob: str, value: Any) -> frozenset[str]:
     words = frozenset(text for part in given if (text := str(part).strip()))
     unknown = sorted(words - set(OFFLOAD_TARGETS))
     if unknown:
-        raise PinError(f"{knob}={unknown[0]} is not a value of this knob; use a subset of {', '.join(OFFLOAD_TARGETS)}")
+        raise PinError(
+            f"{knob}={_short(unknown[0])} is not a value of this knob; use a subset of {', '.join(OFFLOAD_TARGETS)}"
+        )
     return words
 
 
@@ -65,7 +75,7 @@ def _optimizer(knob: str, value: Any) -> str:
 
 def _route(knob: str, value: Any) -> str:
     if str(value) != "bf16":
-        raise PinError(f"{knob}={value} is not a route that can be launched yet; known: bf16")
+        raise PinError(f"{knob}={_short(value)} is not a route that can be launched yet; known: bf16")
     return "bf16"
 
 
@@ -101,7 +111,7 @@ def parse_pins(pins: Mapping[str, Any]) -> dict[str, Any]:
     for knob, value in pins.items():
         parser = PARSERS.get(knob)
         if parser is None:
-            raise PinError(f"{knob} is not a knob; knobs: {', '.join(PARSERS)}")
+            raise PinError(f"{_short(knob)} is not a knob; knobs: {', '.join(PARSERS)}")
         if value is not None:
             parsed[knob] = parser(knob, value)
     return parsed

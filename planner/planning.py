@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.changes import Change, changes_that_fit, changes_that_help
+from planner.contradictions import contradiction, size_contradiction
 from planner.explain import shortage, why
+from planner.memory import MemoryEstimate
+from planner.pins import PinError
 from planner.plan_json import architecture_json, candidate_json
 from planner.problem import PlanInput, Problem, make_problem, run_file_names, with_job
-from planner.rules import all_refusals, job_refusals, warnings_for
+from planner.rules import job_refusals, warnings_for
 from planner.search import Candidate, SearchResult, distinct, search
-from planner.space import frames
+from planner.units import format_gib
 
 PLAN_SCHEMA = "trlfit.plan/1"
 
@@ -40,7 +43,7 @@ def make_plan(inputs: PlanInput) -> PlanOutcome:
 
     Raises:
         RefusedJob: the job or its pins contradict the libraries' rules.
-        planner.pins.PinError: a pin names no knob or no value of it.
+        planner.pins.PinError: a pin names no knob or no value of it, or sizes that make no run.
         ValueError: a size that no model can have.
     """
     staircase: list[dict[str, Any]] = []
@@ -52,13 +55,16 @@ def make_plan(inputs: PlanInput) -> PlanOutcome:
         staircase = [stair.to_json() for stair in stairs]
         inputs = with_job(inputs, seq_len=length or inputs.job.seq_len)
     problem = make_problem(inputs)
+    wrong_sizes = size_contradiction(problem.options.pins, problem.hardware)
+    if wrong_sizes is not None:
+        raise PinError(wrong_sizes)
     refused = job_refusals(problem.judge.rules)
     if refused:
         raise RefusedJob(refused[0].reason)
     goal = inputs.job.goal
     result = search(problem.judge, problem.options, goal)
     if not result.fitting and not result.near_misses:
-        raise RefusedJob(_contradiction(problem, result))
+        raise RefusedJob(contradiction(problem, result))
     best = result.best
     changes = changes_that_help(problem, best) if best else changes_that_fit(inputs)
     document = _document(problem, result, changes)
@@ -68,33 +74,28 @@ def make_plan(inputs: PlanInput) -> PlanOutcome:
     return PlanOutcome(document=document, problem=problem, result=result, changes=tuple(changes))
 
 
-def _contradiction(problem: Problem, result: SearchResult) -> str:
-    """One sentence when no combination of knobs is legal: the rule that refused the most."""
-    if not result.rejected:
-        return (
-            "no combination of the pinned sizes gives a run on this machine; "
-            "drop a pin among gpus, cp, sp, tp, dp_shard, dp_replicate"
-        )
-    pinned = problem.options.pins
-    frame = next(iter(frames(problem.options, problem.hardware)), None)
-    if frame is not None and len(pinned) >= 10:
-        reasons = all_refusals(problem.judge.rules, frame[0])
-        if reasons:
-            return "these pins contradict each other: " + "; ".join(r.reason for r in reasons)
-    _, refusal, _ = max(result.rejected.values(), key=lambda item: item[0])
-    return f"no run is possible: {refusal.reason}"
-
-
 def _candidate(problem: Problem, candidate: Candidate, *, reasons: list[str]) -> dict[str, Any]:
     nodes = -(-candidate.choice.num_gpus // max(1, problem.hardware.gpus_per_node))
+    memory = problem.judge.memory_of(candidate)
     return candidate_json(
         candidate,
-        problem.judge.memory_of(candidate),
+        memory,
         why=reasons,
         files=run_file_names(candidate.choice, nodes),
-        warnings=warnings_for(problem.judge.rules, candidate.choice),
+        warnings=[*warnings_for(problem.judge.rules, candidate.choice), *host_warnings(problem, memory)],
         cards=problem.hardware.cards_for(candidate.choice.num_gpus),
     )
+
+
+def host_warnings(problem: Problem, memory: MemoryEstimate) -> list[str]:
+    """What offload needs of a host whose memory nobody knows: that of a machine which was only named."""
+    needed = memory.host_pinned_bytes + memory.host_pageable_bytes
+    if not needed or problem.inputs.machine.host is not None:
+        return []
+    return [
+        f"offload needs {format_gib(needed)} GiB of host memory per node, {format_gib(memory.host_pinned_bytes)} of it"
+        " pinned; the host of a named machine is not known, so this could not be checked"
+    ]
 
 
 def _document(problem: Problem, result: SearchResult, changes: list[Change]) -> dict[str, Any]:

@@ -1,0 +1,72 @@
+"""One choice, for the ledger: what the pins say, open knobs filled as the planner would, allowed to run or not.
+
+The ledger explains bytes, also of runs that today's libraries refuse: published measurements were made on stacks and
+with settings that no longer go together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from planner.contradictions import size_contradiction
+from planner.pins import PinError
+from planner.problem import PlanInput, Problem, make_problem, with_job
+from planner.rules import Refusal, all_refusals, job_refusals
+from planner.search import Candidate, rank, search
+from planner.space import frames, micro_batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneChoice:
+    """The choice, judged, and what the libraries have against it."""
+
+    problem: Problem
+    candidate: Candidate
+    refusals: tuple[Refusal, ...]
+    """Empty when the libraries would run it."""
+
+
+def choose_one(inputs: PlanInput) -> OneChoice:
+    """The best choice under the pins; where no choice is legal, the one that the fewest rules refuse.
+
+    Raises:
+        planner.pins.PinError: a pin names no knob or no value of it, or sizes that make no run.
+        planner.adapters.TargetError: LoRA targets that the model does not have.
+    """
+    if inputs.job.goal == "longest":
+        from planner.longest import longest  # only this goal pays for it
+
+        length, _ = longest(inputs)
+        inputs = with_job(inputs, seq_len=length or inputs.job.seq_len)
+    problem = make_problem(inputs)
+    contradiction = size_contradiction(problem.options.pins, problem.hardware)
+    if contradiction is not None:
+        raise PinError(contradiction)
+    of_job = job_refusals(problem.judge.rules)
+    result = search(problem.judge, problem.options, inputs.job.goal)
+    legal = result.best or next(iter(result.near_misses), None)
+    if legal is not None:
+        return OneChoice(problem=problem, candidate=legal, refusals=of_job)
+    candidate, of_choice = _least_refused(problem)
+    return OneChoice(problem=problem, candidate=candidate, refusals=of_job + of_choice)
+
+
+def _least_refused(problem: Problem) -> tuple[Candidate, tuple[Refusal, ...]]:
+    judge, options = problem.judge, problem.options
+    fewest: list[tuple[Candidate, tuple[Refusal, ...]]] = []
+    for frame, alters in frames(options, problem.hardware):
+        pairs = micro_batches(frame, options)
+        micro, accumulate = pairs[0] if pairs else (frame.micro_batch, frame.grad_accum)
+        choice = replace(frame, micro_batch=micro, grad_accum=accumulate)
+        refusals = all_refusals(judge.rules, choice)
+        if fewest and len(refusals) > len(fewest[0][1]):
+            continue
+        if fewest and len(refusals) < len(fewest[0][1]):
+            fewest.clear()
+        fewest.append((judge.judge(choice, alters), refusals))
+    if not fewest:
+        raise PinError("sizes give no run on this machine; drop one of gpus, cp, sp, tp, dp_shard, dp_replicate")
+    fitting = [candidate for candidate, _ in fewest if candidate.fits]
+    ranked = rank(fitting, problem.inputs.job.goal)
+    best = ranked[0] if ranked else max((c for c, _ in fewest), key=lambda c: c.headroom_bytes)
+    return next(pair for pair in fewest if pair[0] is best)
