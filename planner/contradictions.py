@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from planner.adapters import TargetError, target_names, unknown_targets
+from planner.architecture import Architecture
 from planner.choice import Choice
 from planner.hardware import Hardware
-from planner.problem import Problem
+from planner.pins import PinError, parse_pins
+from planner.problem import PlanInput, Problem, hardware_of
 from planner.rules import Refusal, RuleContext, all_refusals
 from planner.search import SearchResult
 from planner.space import frames, gpu_counts
@@ -15,6 +18,29 @@ from planner.space import frames, gpu_counts
 SIZES = ("cp", "sp", "tp", "dp_shard", "dp_replicate")
 MAX_REASONS = 3
 """Reasons in one sentence; more are read as a list in the ledger."""
+
+
+def check_inputs(inputs: PlanInput) -> None:
+    """Refuse what is wrong before anything is searched.
+
+    Raises:
+        planner.pins.PinError: a pin names no knob or no value of it, or sizes that make no run.
+        planner.adapters.TargetError: LoRA targets that the model does not have.
+    """
+    pins = parse_pins(inputs.job.pins)
+    wrong_sizes = size_contradiction(pins, hardware_of(inputs, pins))
+    if wrong_sizes is not None:
+        raise PinError(wrong_sizes)
+    if inputs.job.method != "full":
+        _check_targets(inputs.architecture, inputs.job.lora.target_modules)
+
+
+def _check_targets(architecture: Architecture, targets: str | list[str]) -> None:
+    unknown = unknown_targets(architecture, targets)
+    if unknown:
+        # PEFT would leave the name out in silence, and fail when nothing is left.
+        names = ", ".join(target_names(architecture))
+        raise TargetError(f"lora target {unknown[0][:60]!r} is no module of {architecture.model}; it has {names}")
 
 
 def size_contradiction(pins: Mapping[str, Any], hardware: Hardware) -> str | None:

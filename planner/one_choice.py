@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from planner.contradictions import size_contradiction
+from planner.contradictions import check_inputs
 from planner.pins import PinError
 from planner.problem import PlanInput, Problem, make_problem, with_job
 from planner.rules import Refusal, all_refusals, job_refusals
@@ -33,15 +33,13 @@ def choose_one(inputs: PlanInput) -> OneChoice:
         planner.pins.PinError: a pin names no knob or no value of it, or sizes that make no run.
         planner.adapters.TargetError: LoRA targets that the model does not have.
     """
+    check_inputs(inputs)
     if inputs.job.goal == "longest":
         from planner.longest import longest  # only this goal pays for it
 
         length, _ = longest(inputs)
         inputs = with_job(inputs, seq_len=length or inputs.job.seq_len)
     problem = make_problem(inputs)
-    contradiction = size_contradiction(problem.options.pins, problem.hardware)
-    if contradiction is not None:
-        raise PinError(contradiction)
     of_job = job_refusals(problem.judge.rules)
     result = search(problem.judge, problem.options, inputs.job.goal)
     legal = result.best or next(iter(result.near_misses), None)

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.changes import Change, changes_that_fit, changes_that_help
-from planner.contradictions import contradiction, size_contradiction
+from planner.contradictions import check_inputs, contradiction
 from planner.explain import shortage, why
 from planner.memory import MemoryEstimate
-from planner.pins import PinError
 from planner.plan_json import architecture_json, candidate_json
 from planner.problem import PlanInput, Problem, make_problem, run_file_names, with_job
 from planner.rules import job_refusals, warnings_for
@@ -44,8 +43,10 @@ def make_plan(inputs: PlanInput) -> PlanOutcome:
     Raises:
         RefusedJob: the job or its pins contradict the libraries' rules.
         planner.pins.PinError: a pin names no knob or no value of it, or sizes that make no run.
+        planner.adapters.TargetError: LoRA targets that the model does not have.
         ValueError: a size that no model can have.
     """
+    check_inputs(inputs)
     staircase: list[dict[str, Any]] = []
     length = 0
     if inputs.job.goal == "longest":
@@ -55,9 +56,6 @@ def make_plan(inputs: PlanInput) -> PlanOutcome:
         staircase = [stair.to_json() for stair in stairs]
         inputs = with_job(inputs, seq_len=length or inputs.job.seq_len)
     problem = make_problem(inputs)
-    wrong_sizes = size_contradiction(problem.options.pins, problem.hardware)
-    if wrong_sizes is not None:
-        raise PinError(wrong_sizes)
     refused = job_refusals(problem.judge.rules)
     if refused:
         raise RefusedJob(refused[0].reason)
