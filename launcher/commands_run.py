@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Set
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from launcher.data import check_data
@@ -39,15 +42,19 @@ def run_write(args: argparse.Namespace) -> int:
 
 
 def _write(target: Target, args: argparse.Namespace) -> None:
-    """Check the data, write the files, check every setting in the training Python."""
+    """Check the data and every setting in the training Python, then write; what is refused leaves nothing behind."""
     assert target.spec is not None
-    spec = target.spec
+    spec, folder = target.spec, target.folder
     files = render_run(spec)
+    if folder.exists() and not args.overwrite and not (folder.is_dir() and not any(folder.iterdir())):
+        write_run(folder, files)  # says what is in the way, before minutes of checks
     if not args.no_check:
         _check_data(spec)
-    write_run(target.folder, files, overwrite=args.overwrite)
-    if not args.no_check:
-        _check_settings(target.folder, spec.python)
+        with TemporaryDirectory(prefix="trlfit-check-") as scratch:
+            trial = Path(scratch) / "run"
+            write_run(trial, files)
+            _check_settings(trial, spec.python, set(spec.job.trl))
+    write_run(folder, files, overwrite=args.overwrite)
 
 
 def _check_data(spec: RunSpec) -> None:
@@ -61,11 +68,15 @@ def _check_data(spec: RunSpec) -> None:
         report_note(f"data: {note}")
 
 
-def _check_settings(folder: Path, python: str | None) -> None:
+def _check_settings(folder: Path, python: str | None, own: Set[str]) -> None:
+    """Refuse what the training Python would refuse at the start; ``own`` names the settings that the user gave."""
     problems = validate_run(folder, python=python)
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise EnvironmentLacks(f"the installed stack refuses {folder}: {problems[0]}{more}")
+    if not problems:
+        return
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    if own & set(re.findall(r"\w+", problems[0])):
+        raise UsageError(f"{problems[0]}{more}")
+    raise EnvironmentLacks(f"the installed stack refuses this run: {problems[0]}{more}")
 
 
 def run_launch(args: argparse.Namespace) -> int:
@@ -76,7 +87,7 @@ def run_launch(args: argparse.Namespace) -> int:
         _write(target, args)
         _narrate_plan(target)
     elif not args.no_check:
-        _check_settings(target.folder, args.python)
+        _check_settings(target.folder, args.python, frozenset())
     command = f"bash {target.folder}/command.sh"
     if args.dry_run:
         _say(args, {"folder": str(target.folder), "command": command, "started": False}, f"would run: {command}")
