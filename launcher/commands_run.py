@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Set
 from pathlib import Path
@@ -21,6 +22,7 @@ from launcher.run_spec import RunSpec
 from launcher.run_target import Target, resolve_target
 from launcher.runs import RunState, run_state, start_run, stop_run
 from launcher.validate import validate_run
+from launcher.validation_text import shown
 from planner.units import format_bytes, format_seconds
 
 MAX_GRACE_S = 86_400
@@ -46,8 +48,9 @@ def _write(target: Target, args: argparse.Namespace) -> None:
     assert target.spec is not None
     spec, folder = target.spec, target.folder
     files = render_run(spec)
+    _check_place(folder)
     if folder.exists() and not args.overwrite and not (folder.is_dir() and not any(folder.iterdir())):
-        write_run(folder, files)  # says what is in the way, before minutes of checks
+        write_run(folder, files)  # says what is in the way, before half a minute of checks
     if not args.no_check:
         _check_data(spec)
         with TemporaryDirectory(prefix="trlfit-check-") as scratch:
@@ -55,6 +58,22 @@ def _write(target: Target, args: argparse.Namespace) -> None:
             write_run(trial, files)
             _check_settings(trial, spec.python, set(spec.job.trl))
     write_run(folder, files, overwrite=args.overwrite)
+
+
+def _check_place(folder: Path) -> None:
+    """Refuse a place that no folder can be put in; the rest, such as a full disk, is met while writing."""
+    try:
+        if Path.cwd().is_relative_to(folder.resolve()):
+            raise UsageError(f"-o {folder}: the folder you are in cannot be replaced; name one that does not exist yet")
+        above = next(parent for parent in folder.absolute().parents if parent.exists())
+        usable = os.access(above, os.W_OK | os.X_OK)
+    except (OSError, ValueError) as error:
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        raise UsageError(f"-o {shown(folder)}: {reason[:1].lower()}{reason[1:]}; choose another place") from None
+    if not above.is_dir():
+        raise UsageError(f"-o {folder}: {above} is a file; choose another place")
+    if not usable:
+        raise EnvironmentLacks(f"-o {folder}: no permission to write in {above}; choose another place")
 
 
 def _check_data(spec: RunSpec) -> None:

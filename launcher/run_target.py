@@ -16,8 +16,10 @@ from launcher.model_config import resolve_architecture
 from launcher.paths import runs_dir
 from launcher.planning import plan_from_args
 from launcher.run_folder import is_run_folder
-from launcher.run_spec import RunSpec
+from launcher.run_spec import LOCAL_FORMATS, RunSpec, dataset_builder
+from launcher.validation_text import shown
 from planner.choice import Choice
+from planner.job import Job
 from planner.search import distinct
 
 MAX_PLAN_BYTES = 64 * 2**20
@@ -68,6 +70,7 @@ def resolve_target(args: argparse.Namespace) -> Target:
         raise UsageError(f"--candidate {args.candidate}: only {len(chosen)} candidates fit")
     document = _chosen(outcome.document, args.candidate, args.top)
     inputs = outcome.problem.inputs
+    _check_suffix(inputs.job)
     spec = RunSpec(
         job=inputs.job,
         choice=chosen[-1].choice,
@@ -78,6 +81,15 @@ def resolve_target(args: argparse.Namespace) -> Target:
         python=args.python or inputs.stack.python,
     )
     return Target(folder=args.output or free_folder(spec), spec=spec, plan=document)
+
+
+def _check_suffix(job: Job) -> None:
+    """A file that lies here is meant as a file, even where its name could be a hub id."""
+    dataset = job.data.dataset
+    if dataset and dataset_builder(job) is None and Path(dataset).expanduser().is_file():
+        raise UsageError(
+            f"data.dataset {shown(dataset)} is a file of no known kind; convert it to {', '.join(LOCAL_FORMATS)}"
+        )
 
 
 def plan_text(document: Mapping[str, Any]) -> str:
@@ -122,11 +134,11 @@ def _from_plan(path: Path, args: argparse.Namespace) -> Target:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UsageError(
-            f"plan {str(path)!r}: {where}: {first['msg'].lower()}; make it with `trlfit plan --json`"
+            f"plan {shown(path)}: {where}: {first['msg'].lower()}; make it with `trlfit plan --json`"
         ) from None
     fitting = [candidate for candidate in plan.candidates if candidate.fits]
     if plan.best is None or not fitting:
-        raise NothingFits(f"plan {str(path)!r} holds nothing that fits")
+        raise NothingFits(f"plan {shown(path)} holds nothing that fits")
     number: int = args.candidate
     if not 1 <= number <= len(fitting):
         raise UsageError(f"--candidate {number}: the plan holds {len(fitting)} that fit")
