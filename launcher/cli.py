@@ -158,33 +158,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         An exit code of ``launcher.errors.ExitCode``.
     """
     try:
-        args = build_parser().parse_args(argv)
-        if args.version:
-            print_text(f"trlfit {_version()}")
-            return ExitCode.DONE
-        if args.command is None:
-            build_parser().print_help(sys.stderr)
-            return ExitCode.USAGE
-        module, function, _ = COMMANDS[args.command]
-        return int(getattr(import_module(f"launcher.{module}"), function)(args))
+        code = _run(argv)
+        if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]  # None where it was closed
+            sys.stdout.flush()
+        return code
     except TrlfitError as error:
         report_error(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
-        # The reader went away (`trlfit plan | head`); nothing is left to say, and Python must not say it at exit.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader went away (`trlfit plan | head`): nothing is left to say.
+        _forget_stdout()
         return ExitCode.DONE
     except OSError as error:
+        _forget_stdout()
         where = f" {error.filename!r}" if error.filename else ""
         report_error(f"the system refused{where}: {error.strerror or error}")
         return ExitCode.ENVIRONMENT
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else ExitCode.USAGE
     except Exception as error:  # our bug: say so in one line, keep the traceback for the report
         if os.environ.get("TRLFIT_TRACEBACK"):
             traceback.print_exc()
         report_error(f"bug in trlfit: {type(error).__name__}: {error}; set TRLFIT_TRACEBACK=1 to see where")
         return ExitCode.BUG
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        args = build_parser().parse_args(argv)
+    except SystemExit as stop:  # --help has been printed
+        return stop.code if isinstance(stop.code, int) else ExitCode.USAGE
+    if args.version:
+        print_text(f"trlfit {_version()}")
+        return ExitCode.DONE
+    if args.command is None:
+        build_parser().print_help(sys.stderr)
+        return ExitCode.USAGE
+    module, function, _ = COMMANDS[args.command]
+    return int(getattr(import_module(f"launcher.{module}"), function)(args))
+
+
+def _forget_stdout() -> None:
+    """Let what could not be written go nowhere: Python would try again at exit, and print that it failed."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

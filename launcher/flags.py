@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launcher.errors import UsageError
+from launcher.output import print_text
 
 DESCRIPTION = "Fit a Hugging Face TRL fine-tuning run to the GPUs you have."
 
@@ -28,6 +29,10 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def print_help(self, file: Any = None) -> None:
+        """Help on stdout by way of our one writer; argparse would hide that it could not be written."""
+        print_text(self.format_help()) if file is None else super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting, so that every error leaves by one door."""

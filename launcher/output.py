@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Sequence
@@ -9,14 +10,26 @@ from typing import Any
 
 
 def print_json(document: Any) -> None:
-    """One JSON document and nothing else."""
-    sys.stdout.write(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    sys.stdout.flush()
+    """One JSON document and nothing else, in UTF-8 whatever the terminal speaks."""
+    _write(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
 
 
 def print_text(text: str) -> None:
-    """Text that ends in exactly one newline."""
-    sys.stdout.write(text.rstrip("\n") + "\n")
+    """Text that ends in exactly one newline; what the terminal cannot show is escaped."""
+    _write(text.rstrip("\n") + "\n", getattr(sys.stdout, "encoding", None) or "utf-8")
+
+
+def _write(text: str, encoding: str) -> None:
+    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  # started with >&-
+        raise OSError(errno.EBADF, "stdout is closed")
+    # Escaped are also the bytes of file names that are no UTF-8: JSON reads \\udcff back as that byte.
+    data = text.encode(encoding, "backslashreplace")
+    sys.stdout.flush()
+    raw = getattr(sys.stdout, "buffer", None)
+    if raw is None:  # a text stream of the caller's
+        sys.stdout.write(data.decode(encoding))
+    else:
+        raw.write(data)
     sys.stdout.flush()
 
 

@@ -27,6 +27,7 @@ WANTED = {
     "bool_parsing": "give true or false",
     "string_type": "give text, in quotes where YAML would read a number or a date",
     "string_too_short": "is empty",
+    "string_unicode": "is no UTF-8; rename it, or set a locale such as LC_ALL=C.UTF-8",
     "list_type": "give a list",
     "dict_type": "give a mapping",
     "model_type": "give a mapping",

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import sys
+from typing import TextIO
 
 
 def main() -> int:
     """Entry point of `trlfit`."""
-    if len(sys.argv) > 1 or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        from launcher.cli import main as headless
+    try:
+        if len(sys.argv) > 1 or not _on_terminal():
+            from launcher.cli import main as headless
 
-        return headless(sys.argv[1:])
-    from tui.app import run_app  # Textual costs 200 ms of CPU; headless commands never pay it
+            return headless(sys.argv[1:])
+        from tui.app import run_app  # Textual costs 200 ms of CPU; headless commands never pay it
 
-    return run_app()
+        return run_app()
+    except KeyboardInterrupt:  # while our modules are still being imported
+        return 130
+
+
+def _on_terminal() -> bool:
+    # A stream is None where it was closed (`<&-`).
+    streams: tuple[TextIO | None, ...] = (sys.stdin, sys.stdout)
+    return all(stream is not None and stream.isatty() for stream in streams)
 
 
 if __name__ == "__main__":
