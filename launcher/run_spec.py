@@ -1,0 +1,151 @@
+"""RunSpec: everything a run folder is written from, and the few facts that follow from it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from launcher.errors import UsageError
+from planner.architecture import Architecture
+from planner.choice import Choice
+from planner.job import Job
+from planner.machine import Machine
+from planner.stack import Stack
+
+LOCAL_FORMATS: dict[str, str] = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+}
+"""Suffix of a local data file -> the builder of `datasets` that reads it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """One run, decided: what is trained, on what, by which knobs, with which packages."""
+
+    job: Job
+    choice: Choice
+    architecture: Architecture
+    stack: Stack
+    machine: Machine
+    plan_json: str
+    """Text of plan.json, written as it is."""
+    python: str | None
+    """The training Python; None leaves it to PATH."""
+    base_dir: str | None = None
+    """Folder that relative paths of the job start from; None is the current one."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """The run uses no accelerator."""
+        return self.machine.origin == "cpu" or not self.machine.cards
+
+    @property
+    def num_processes(self) -> int:
+        """Processes over all nodes, one per GPU."""
+        return self.choice.num_gpus
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes the processes are spread over.
+
+        Raises:
+            UsageError: the processes do not divide evenly over the nodes they need.
+        """
+        if self.on_cpu:
+            return 1
+        per_node = max(1, len(self.machine.usable_cards))
+        nodes = -(-self.num_processes // per_node)
+        available = max(self.machine.nodes, self.job.nodes)
+        if nodes > available:
+            raise UsageError(
+                f"the plan needs {self.num_processes} GPUs, but {available} node(s) with "
+                f"{per_node} usable GPUs each have fewer; plan again for this machine"
+            )
+        if self.num_processes % nodes:
+            raise UsageError(
+                f"{self.num_processes} processes do not divide evenly over {nodes} nodes; pin sizes that do"
+            )
+        return nodes
+
+    @property
+    def processes_per_node(self) -> int:
+        """Processes that one node starts."""
+        return self.num_processes // self.num_nodes
+
+    @property
+    def model_source(self) -> str:
+        """What `from_pretrained` is given: a hub id, or an absolute folder.
+
+        Raises:
+            UsageError: the job names a config file that is not the config.json of a model folder.
+        """
+        model = self.job.model
+        if self.architecture.origin == "config.json":
+            path = PurePath(model)
+            if path.name != "config.json":
+                raise UsageError(
+                    f"model {model} is a config without weights; name the folder or the hub id that holds the weights"
+                )
+            return self.absolute(str(path.parent))
+        if self.architecture.origin == "folder" or _looks_local(model):
+            return self.absolute(model)
+        if self.architecture.origin == "bundled":
+            return self.architecture.model  # the id as its owner spells it
+        return model
+
+    @property
+    def dataset_builder(self) -> str | None:
+        """The builder of `datasets` for a local file, None for a hub data set."""
+        return dataset_builder(self.job)
+
+    @property
+    def dataset_source(self) -> str:
+        """A hub id, or the absolute path of a local file."""
+        return dataset_source(self.job, self.base_dir)
+
+    def absolute(self, path: str) -> str:
+        """``path`` with ~ and relative parts resolved from ``base_dir``."""
+        return absolute(path, self.base_dir)
+
+
+def dataset_builder(job: Job) -> str | None:
+    """The builder of `datasets` for the job's local file, None for a hub data set."""
+    return LOCAL_FORMATS.get(PurePath(_dataset(job)).suffix.lower())
+
+
+def dataset_source(job: Job, base_dir: str | None = None) -> str:
+    """A hub id, or the absolute path of a local file.
+
+    Raises:
+        UsageError: the job names no data set, or a local path in a format that is not read.
+    """
+    name = _dataset(job)
+    if dataset_builder(job) is not None:
+        return absolute(name, base_dir)
+    if _looks_local(name):
+        raise UsageError(
+            f"data.dataset {name} is neither a hub id nor a {', '.join(LOCAL_FORMATS)} file; convert it to one of these"
+        )
+    return name
+
+
+def absolute(path: str, base_dir: str | None = None) -> str:
+    """``path`` with ~ and relative parts resolved from ``base_dir``, or from the current folder."""
+    start = Path.cwd() if base_dir is None else Path(base_dir)
+    # normpath, not resolve: a link stays the name that the user gave.
+    return os.path.normpath(start / Path(path).expanduser())
+
+
+def _dataset(job: Job) -> str:
+    if not job.data.dataset:
+        raise UsageError("the job names no training data; add data: {dataset: a hub id or a .jsonl file}")
+    return job.data.dataset
+
+
+def _looks_local(name: str) -> bool:
+    """Written as a path: absolute, ~, ./, ../, or deeper than a hub id's owner/name."""
+    return name.startswith(("/", "~", "./", "../")) or name in (".", "..") or name.count("/") > 1
