@@ -240,6 +240,8 @@ def _refuse_what_no_script_does(spec: RunSpec) -> None:
         raise UsageError("packed documents would read each other under cp; set data.packing: false")
     if choice.sp > 1 and choice.sharding not in ZERO:
         raise UsageError("sequence parallelism needs DeepSpeed; pin sharding=zero3")
+    if choice.method == "qlora" and not at_least(spec.stack, "trl", "1.13"):
+        raise UsageError("quantised weights are handed to trainers since TRL 1.13; upgrade trl")
     _refuse_recompute(spec)
     targets = spec.job.lora.target_modules
     if choice.method != "full" and isinstance(targets, list) and "lm_head" in targets:

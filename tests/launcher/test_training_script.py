@@ -425,6 +425,12 @@ def test_refusals(job: dict[str, Any], choice: dict[str, Any], machine: Machine,
         render_training_script(make_spec(job, choice, machine))
 
 
+def test_quantised_weights_need_a_trainer_that_takes_them() -> None:
+    knobs = {"method": "qlora", "weights": "bf16", "loss_path": "chunked_fp32"}
+    with pytest.raises(UsageError, match="upgrade trl"):
+        render_training_script(make_spec({"method": "qlora"}, knobs, stack={"trl": "1.12.0"}))
+
+
 def test_code_of_the_models_own_is_asked_for() -> None:
     spec = make_spec()
     shape = replace(spec.architecture, remote_code=True)
