@@ -6,7 +6,6 @@ but one that would contradict the plan is refused with the name of the knob to p
 
 from __future__ import annotations
 
-import datetime
 import keyword
 import re
 from dataclasses import dataclass
@@ -97,7 +96,7 @@ def user_settings(spec: RunSpec) -> dict[str, object]:
     """The job's ``trl:`` settings, checked against the plan and made ready to write.
 
     Raises:
-        UsageError: a setting contradicts the plan or cannot be written.
+        UsageError: a setting contradicts the plan or has no setting's name.
     """
     settings: dict[str, object] = {}
     for name, value in spec.job.trl.items():
@@ -106,7 +105,7 @@ def user_settings(spec: RunSpec) -> dict[str, object]:
         if name in _PLANNED:
             raise UsageError(f"trl.{name} is decided by the plan; {_PLANNED[name]}")
         if name not in _NOT_SETTINGS:
-            settings[name] = plain(value, f"trl.{name}")
+            settings[name] = mended(value, name)
     _refuse_loss_type(spec, settings)
     _refuse_evaluation(settings)
     if "pad_to_multiple_of" in settings and _padding(spec) is not None:
@@ -120,31 +119,24 @@ def user_settings(spec: RunSpec) -> dict[str, object]:
 def _model_settings(spec: RunSpec) -> dict[str, object]:
     """The job's own keywords for loading the model."""
     given: object = spec.job.trl.get("model_init_kwargs") or {}
-    value = plain(given, "trl.model_init_kwargs")
+    value = mended(given, "model_init_kwargs")
     if not isinstance(value, dict):
         raise UsageError("trl.model_init_kwargs must be a mapping, such as {revision: main}")
     return cast("dict[str, object]", value)
 
 
-def plain(value: object, where: str) -> object:
-    """``value`` as None, bool, int, float, str, list or dict; YAML's own slips put right.
-
-    Raises:
-        UsageError: something that no literal says, such as a date.
-    """
+def mended(value: object, name: str) -> object:
+    """A JSON value with YAML's own slips put right, at any depth."""
     if isinstance(value, str) and _SCIENTIFIC.fullmatch(value):
-        return float(value)  # YAML reads 2e-5 as text for want of a point
-    if value is None or isinstance(value, bool | int | float | str):
-        if value is False and where.endswith("_strategy"):
-            return "no"  # and an unquoted no as false
-        return value
+        return float(value)  # 2e-5 is read as text for want of a point
+    if value is False and name.endswith("_strategy"):
+        return "no"  # and an unquoted no as false
     if isinstance(value, list | tuple):
-        return [plain(item, where) for item in cast("list[object]", value)]
+        return [mended(item, name) for item in cast("list[object]", value)]
     if isinstance(value, dict):
-        pairs = cast("dict[object, object]", value).items()
-        return {str(name): plain(item, f"{where}.{name}") for name, item in pairs}
-    hint = "; put it in quotes" if isinstance(value, datetime.date) else ""
-    raise UsageError(f"{where} is a {type(value).__name__}, which no setting takes{hint}")
+        pairs = cast("dict[str, object]", value).items()
+        return {key: mended(item, key) for key, item in pairs}
+    return value
 
 
 def at_least(stack: Stack, package: str, minimum: str) -> bool:

@@ -325,7 +325,6 @@ def test_settings_pass_through_and_win_over_defaults() -> None:
         ({"model_init_kwargs": [1]}, "must be a mapping"),
         ({"a-b": 1}, "not a setting's name"),
         ({"class": 1}, "not a setting's name"),
-        ({"run_name": object()}, "object, which no setting takes"),
         ({"reward_funcs": "x.y"}, "belongs to grpo and rloo"),
     ],
 )
