@@ -355,12 +355,12 @@ def _processes(spec: RunSpec) -> Section:
 
 
 def _records(spec: RunSpec) -> Section:
-    del spec
     return Section(
         reason="what is kept: every step's figures, the last two checkpoints, no outside service",
         values={
             "output_dir": "checkpoints",
-            "save_strategy": "epoch",
+            # save_steps means nothing under "epoch"; whoever gives it wants it to count.
+            "save_strategy": "steps" if "save_steps" in spec.job.trl else "epoch",
             "save_total_limit": 2,
             "logging_steps": 1,
             "report_to": "none",

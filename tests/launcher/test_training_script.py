@@ -289,6 +289,11 @@ def test_qlora() -> None:
 # ---- the job's own settings ----
 
 
+def test_save_steps_alone_saves_by_steps() -> None:
+    assert config(make_spec({"trl": {"save_steps": 50}}))["save_strategy"] == "steps"
+    assert config(make_spec({}))["save_strategy"] == "epoch"
+
+
 def test_settings_pass_through_and_win_over_defaults() -> None:
     settings = {
         "learning_rate": "2e-4",
