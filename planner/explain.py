@@ -85,15 +85,19 @@ def _without(choice: Choice) -> list[tuple[str, Choice]]:
     return out
 
 
-def why(judge: Judge, candidate: Candidate) -> list[str]:
-    """Short reasons: what binds, and for each lever what happens without it."""
-    memory, reasons = judge.memory_of(candidate), list[str]()
+def peak_sentence(memory: MemoryEstimate) -> str:
+    """What binds: the peak, its phase and its largest part."""
     name, size = largest_part(memory)
     place = f" of {format_gib(memory.capacity_bytes)}" if memory.capacity_bytes else ""
-    reasons.append(
+    return (
         f"peak {format_gib(memory.device_bytes)}{place} GiB in {memory.peak_phase};"
         f" largest there: {name} {format_gib(size)} GiB"
     )
+
+
+def why(judge: Judge, candidate: Candidate) -> list[str]:
+    """Short reasons: what binds, and for each lever what happens without it."""
+    reasons = [peak_sentence(judge.memory_of(candidate))]
     for lever, other in _without(candidate.choice):
         neighbour = judge.judge(other, candidate.alters)
         if not neighbour.fits:

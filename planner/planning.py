@@ -7,7 +7,7 @@ from typing import Any
 
 from planner.changes import Change, changes_that_fit, changes_that_help
 from planner.contradictions import check_inputs, contradiction
-from planner.explain import shortage, why
+from planner.explain import peak_sentence, shortage, why
 from planner.memory import MemoryEstimate
 from planner.plan_json import architecture_json, candidate_json
 from planner.problem import PlanInput, Problem, make_problem, run_file_names, with_job
@@ -102,7 +102,7 @@ def _document(problem: Problem, result: SearchResult, changes: list[Change]) -> 
     shown = distinct(result.fitting, top)
     misses = distinct(result.near_misses, max(3, top // 2))
     best = _candidate(problem, shown[0], reasons=why(problem.judge, shown[0])) if shown else None
-    others = [_candidate(problem, c, reasons=why(problem.judge, c)[:1]) for c in shown[1:]]
+    others = [_candidate(problem, c, reasons=[peak_sentence(problem.judge.memory_of(c))]) for c in shown[1:]]
     missing = [_candidate(problem, c, reasons=[shortage(problem.judge.memory_of(c))]) for c in misses]
     blocks = problem.judge.memory.blocks(inputs.job.method)
     return {
@@ -124,7 +124,7 @@ def _document(problem: Problem, result: SearchResult, changes: list[Change]) -> 
                 "alters": change.alters,
                 "flags": change.flags,
                 "sentence": change.sentence,
-                "candidate": _candidate(problem, change.candidate, reasons=[]),
+                "candidate": _candidate(change.problem, change.candidate, reasons=[]),
             }
             for change in changes
         ],
