@@ -6,6 +6,7 @@ Constants are physical and named; the interval of the estimate covers what they 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from planner.choice import Choice
 from planner.hardware import Hardware
@@ -43,12 +44,41 @@ class DeviceBytes:
         return self.reserved_bytes + self.context_bytes
 
 
-def device_bytes(choice: Choice, hardware: Hardware, tensor_bytes: int) -> DeviceBytes:
-    """Metrics of a run whose tensors peak at ``tensor_bytes``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceModel:
+    """From tensors to metrics for the runs of one card and number of GPUs."""
+
+    workspace_bytes: int
+    slack_share: float
+    context_bytes: int
+
+    def at(self, tensor_bytes: int) -> DeviceBytes:
+        """Metrics of a run whose tensors peak at ``tensor_bytes``."""
+        allocated = tensor_bytes + self.workspace_bytes
+        reserved = allocated + int(self.slack_share * allocated)
+        return DeviceBytes(allocated_bytes=allocated, reserved_bytes=reserved, context_bytes=self.context_bytes)
+
+    def device_bytes(self, tensor_bytes: int) -> int:
+        """``at(tensor_bytes).total_bytes``, for the search."""
+        allocated = tensor_bytes + self.workspace_bytes
+        return allocated + int(self.slack_share * allocated) + self.context_bytes
+
+
+CPU = DeviceModel(workspace_bytes=0, slack_share=0.0, context_bytes=0)
+
+
+def device_model(choice: Choice, hardware: Hardware) -> DeviceModel:
+    """How tensors of ``choice`` become the metrics of ``hardware``."""
     if hardware.device == "cpu":
-        return DeviceBytes(allocated_bytes=tensor_bytes, reserved_bytes=tensor_bytes, context_bytes=0)
-    major = int((hardware.compute_capability or "0").split(".")[0])
-    allocated = tensor_bytes + CUBLAS_WORKSPACE_BYTES.get(major, CUBLAS_WORKSPACE_DEFAULT_BYTES)
-    reserved = allocated + int(SLACK_SHARE * allocated)
-    context = CONTEXT_BYTES + (NCCL_BYTES if choice.num_gpus > 1 else 0)
-    return DeviceBytes(allocated_bytes=allocated, reserved_bytes=reserved, context_bytes=context)
+        return CPU
+    return _cuda(hardware.compute_capability, choice.num_gpus > 1)
+
+
+@lru_cache(maxsize=64)
+def _cuda(compute_capability: str | None, several: bool) -> DeviceModel:
+    major = int((compute_capability or "0").split(".")[0])
+    return DeviceModel(
+        workspace_bytes=CUBLAS_WORKSPACE_BYTES.get(major, CUBLAS_WORKSPACE_DEFAULT_BYTES),
+        slack_share=SLACK_SHARE,
+        context_bytes=CONTEXT_BYTES + (NCCL_BYTES if several else 0),
+    )

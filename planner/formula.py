@@ -27,7 +27,7 @@ ADAPTER_BACKWARD_BYTES = 5.0
 """Bytes per token and element of the intermediate width that an fp32 adapter on the down projection adds in backward:
 its input's gradient in bf16 and fp32 beside the base's (4.0 to 5.4 in traces of four families)."""
 
-_FP32_NORM_FAMILIES = ("gemma", "t5gemma", "vaultgemma", "recurrent_gemma")
+FP32_NORM_FAMILIES = ("gemma", "t5gemma", "vaultgemma", "recurrent_gemma")
 """RMSNorm that multiplies by (1 + weight) in fp32 and so keeps its normalised value in fp32 as well."""
 
 
@@ -93,7 +93,7 @@ def _norm_saved(model_type: str, width: int, o: ActivationOptions) -> float:
     fp32_copy = 4 * width  # the residual stream itself when that is fp32
     if not o.trains_base:
         return fp32_copy
-    normalised = 4 if model_type.startswith(_FP32_NORM_FAMILIES) else o.residual_bytes
+    normalised = 4 if model_type.startswith(FP32_NORM_FAMILIES) else o.residual_bytes
     return fp32_copy + normalised * width
 
 

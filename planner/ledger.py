@@ -8,8 +8,9 @@ from planner.adapters import lora_modules, outer_lora_modules
 from planner.architecture import Architecture
 from planner.blocks import Block
 from planner.choice import Choice, Method
+from planner.depth import OFFLOAD_BANDS
 from planner.memory import MemoryModel, rank_tokens
-from planner.phases import OFFLOAD_BANDS, held_bytes
+from planner.phases import held_bytes
 from planner.plan_json import memory_json, time_json
 from planner.problem import Problem
 from planner.search import Candidate

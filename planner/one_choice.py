@@ -6,14 +6,14 @@ with settings that no longer go together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.contradictions import check_inputs
 from planner.pins import PinError
 from planner.problem import PlanInput, Problem, make_problem, with_job
 from planner.rules import Refusal, all_refusals, job_refusals
 from planner.search import Candidate, rank, search
-from planner.space import frames, micro_batches
+from planner.space import frames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +50,15 @@ def choose_one(inputs: PlanInput) -> OneChoice:
 
 
 def _least_refused(problem: Problem) -> tuple[Candidate, tuple[Refusal, ...]]:
-    judge, options = problem.judge, problem.options
+    judge = problem.judge
     fewest: list[tuple[Candidate, tuple[Refusal, ...]]] = []
-    for frame, alters in frames(options, problem.hardware):
-        pairs = micro_batches(frame, options)
-        micro, accumulate = pairs[0] if pairs else (frame.micro_batch, frame.grad_accum)
-        choice = replace(frame, micro_batch=micro, grad_accum=accumulate)
-        refusals = all_refusals(judge.rules, choice)
+    for frame, alters in frames(problem.options, problem.hardware):
+        refusals = all_refusals(judge.rules, frame)
         if fewest and len(refusals) > len(fewest[0][1]):
             continue
         if fewest and len(refusals) < len(fewest[0][1]):
             fewest.clear()
-        fewest.append((judge.judge(choice, alters), refusals))
+        fewest.append((judge.judge(frame, alters), refusals))
     if not fewest:
         raise PinError("sizes give no run on this machine; drop one of gpus, cp, sp, tp, dp_shard, dp_replicate")
     fitting = [candidate for candidate, _ in fewest if candidate.fits]

@@ -6,12 +6,14 @@ loss comes on top, backward walks the layers down while gradients rise, the step
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import mul
 from typing import NamedTuple
 
 from planner.blocks import Block, Blocks
 from planner.choice import FSDP2, Choice
 from planner.coefficients import Coefficients, ModeBytes
+from planner.depth import Depth
 from planner.loss_memory import LossBytes
 from planner.optimizers import find_optimizer
 from planner.sharding_memory import ShardingBytes
@@ -34,9 +36,6 @@ PARTS = (
     "slack",
 )
 """Names of the parts of a phase, in the order they are drawn."""
-
-OFFLOAD_BANDS = 4
-"""Layer inputs alive on the card at once while checkpoints are offloaded (TRL's long-context profile of Qwen3-4B)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,46 +115,6 @@ def held_bytes(block: Block, roles: RoleTable) -> HeldBytes:
     )
 
 
-def recomputed_layers(recompute: str, num_layers: int) -> list[bool]:
-    """Which layers are recomputed: every n-th means index % n == 0, as transformers applies it."""
-    if recompute.startswith("every_"):
-        n = int(recompute.removeprefix("every_"))
-        return [index % n == 0 for index in range(num_layers)]
-    return [recompute in ("full", "selective")] * num_layers
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive layers that behave alike."""
-
-    kind: int
-    count: int
-    kept: int
-    """Bytes that one of these layers keeps on the card from forward to backward."""
-    mode: ModeAt
-    """Extra bytes of one of these layers while it runs."""
-    recomputed: bool
-
-
-def layer_runs(order: tuple[int, ...], choice: Choice, at: ActivationsAt) -> tuple[Run, ...]:
-    """The decoder as runs of like layers: inside one, everything is affine in depth, so only its ends can be a peak."""
-    again = recomputed_layers(choice.recompute, len(order))
-    first_kept = len(order) - OFFLOAD_BANDS if "activations" in choice.offload else 0
-    runs: list[Run] = []
-    for index, (kind, recomputed) in enumerate(zip(order, again, strict=True)):
-        layer = at.kinds[kind]
-        mode = layer.none
-        if recomputed:
-            mode = layer.selective if choice.recompute == "selective" else layer.full
-        kept = mode.kept if index >= first_kept else 0
-        last = runs[-1] if runs else None
-        if last is not None and (last.kind, last.kept, last.recomputed) == (kind, kept, recomputed):
-            runs[-1] = replace(last, count=last.count + 1)
-        else:
-            runs.append(Run(kind, 1, kept, mode, recomputed))
-    return tuple(runs)
-
-
 class Moment(NamedTuple):
     """The parts of a phase's worst moment that are not at rest."""
 
@@ -181,6 +140,8 @@ class States:
     """Final norm and head, the tied embedding included."""
     cast_bytes: tuple[float, ...]
     """Low-precision copies of one layer of each kind under autocast."""
+    step_bytes: float
+    """The optimizer's own copies during its step."""
 
 
 def resident_states(choice: Choice, blocks: Blocks, roles: RoleTable, held: HeldBytes, *, tied: bool) -> States:
@@ -205,138 +166,172 @@ def resident_states(choice: Choice, blocks: Blocks, roles: RoleTable, held: Held
         # Under FSDP2 a tied embedding's gradient stays whole until the end: sharding_memory counts it.
         tail_gradients=tail + (embedding if tied and choice.sharding not in FSDP2 else 0.0),
         cast_bytes=tuple(casts * weights for weights in blocks.cast_weights),
+        # States on the host are updated there.
+        step_bytes=find_optimizer(choice.optimizer).step_transient * held.gradients * on_card * states,
     )
 
 
-class Walk:
-    """One optimizer step of one choice; ``moments()`` finds the worst moment of every phase."""
+class LayerWalk(NamedTuple):
+    """Forward and backward through the layers at one micro-batch."""
 
-    __slots__ = ("all_kept", "at", "choice", "loss", "persisting", "runs", "shard", "states", "tied")
+    forward: Moment
+    forward_bytes: float
+    """All of ``forward`` together."""
+    backward: Moment
+    backward_bytes: float
+    saved: float
+    """Kept by the whole model when the loss begins."""
 
-    def __init__(
-        self,
-        choice: Choice,
-        states: States,
-        runs: tuple[Run, ...],
-        at: ActivationsAt,
-        loss: LossBytes,
-        shard: ShardingBytes,
-        *,
-        tied: bool,
-    ) -> None:
-        self.choice, self.states, self.runs, self.tied = choice, states, runs, tied
-        self.at, self.loss, self.shard = at, loss, shard
-        # With accumulation the gradients of earlier micro-batches live through the whole step.
-        self.persisting = states.all_gradients if choice.grad_accum > 1 else 0.0
-        self.all_kept = float(sum(run.kept * run.count for run in runs))
 
-    def moments(self) -> dict[str, Moment]:
-        """Worst moment of each phase between loading and saving."""
-        return {"forward": self.forward(), "loss": self.at_loss(), "backward": self.backward(), "step": self.step()}
+class _Station(NamedTuple):
+    """A layer where the peak can be, with all that is live there whatever the tokens."""
 
-    def peak_bytes(self) -> int:
-        """Bytes of the highest phase."""
-        highest = max(sum(moment) for moment in (self.forward(), self.at_loss(), self.backward(), self.step()))
-        return int(self.states.rest_bytes + highest)
+    shape: int
+    kept_layers: tuple[int, ...]
+    """Layers of each shape whose saved tensors are there."""
+    gradients: float
+    gather: float
+    ring: float
+    """Per row of the micro-batch."""
+    buckets: float
+    casts: float
 
-    def phases(self) -> list[Phase]:
-        """Every phase of one optimizer step, in order, part by part."""
-        load = Phase("load", dict.fromkeys(PARTS, 0))
-        load.parts["weights"], load.parts["gather"] = int(self.states.rest["weights"]), self.shard.load_bytes
-        save = Moment(gather=self.shard.save_bytes, buckets=self.shard.rest_buckets)
-        found = [load]
-        for name, moment in {**self.moments(), "save": save}.items():
-            merged = {**self.states.rest, **moment._asdict()}
-            found.append(Phase(name, {part: int(merged.get(part, 0.0)) for part in PARTS}))
-        return found
 
-    def forward(self) -> Moment:
-        """Saved tensors stack up; autocast's copies of the weights used so far stay cached."""
-        highest = -1.0
-        worst = (0.0, 0.0, 0.0, 0.0)
-        saved, casts = float(self.at.model_saved), 0.0
-        for run in self.runs:
-            # Saved tensors and copies only grow inside a run, so its last layer is its worst.
-            saved += run.kept * (run.count - 1)
-            casts += self.states.cast_bytes[run.kind] * run.count
-            transient, gather = (
-                float(run.mode.forward),
-                float(self.shard.layer_gather[run.kind] + self.shard.ring[run.kind]),
+class LayerWalker:
+    """The walk through the layers whatever the loss and the optimizer, ready for any micro-batch."""
+
+    __slots__ = (
+        "_backward",
+        "_depth",
+        "_forward",
+        "_last",
+        "_persisting",
+        "backward_casts",
+        "forward_casts",
+    )
+
+    def __init__(self, depth: Depth, states: States, shard: ShardingBytes, *, tied: bool, accumulates: bool) -> None:
+        """Work out what does not depend on tokens.
+
+        Args:
+            depth: which layers behave alike.
+            states: gradients and casts by part.
+            shard: gathers, buffers and rings of the sharding.
+            tied: head and embedding are one matrix.
+            accumulates: gradients of earlier micro-batches live through the whole step.
+        """
+        self._depth = depth
+        kinds = [shape.kind for shape in depth.shapes]
+        casts = [states.cast_bytes[kind] for kind in kinds]
+        # Layers without recompute save their copies for backward; a recomputed layer kept none.
+        held = [0.0 if shape.recompute != "none" else cast for cast, shape in zip(casts, depth.shapes, strict=True)]
+        added = [0.0 if accumulates else states.layer_gradients[kind] for kind in kinds]
+        self._persisting = states.all_gradients if accumulates else 0.0
+        self.forward_casts, self.backward_casts = _times(depth.totals, casts), _times(depth.totals, held)
+        forward: list[_Station] = []
+        for shape, before in depth.forward:
+            kind = kinds[shape]
+            gather = float(shard.layer_gather[kind] + shard.root_forward)
+            # Autocast's copies of the weights used so far stay cached.
+            cached = _times(before, casts) + casts[shape]
+            ring = float(shard.ring[kind])
+            forward.append(_Station(shape, before, self._persisting, gather, ring, shard.rest_buckets, cached))
+        tail = 0.0 if accumulates else states.tail_gradients
+        made = tail + _times(depth.totals, added)
+        backward: list[_Station] = []
+        for shape, before in depth.backward:
+            kind = kinds[shape]
+            own = (*before[:shape], before[shape] + 1, *before[shape + 1 :])
+            backward.append(
+                _Station(
+                    shape,
+                    own,
+                    self._persisting + made - _times(own, added),
+                    float(shard.layer_gather[kind] + shard.root_backward),
+                    float(shard.ring[kind]),
+                    float(shard.rest_buckets + shard.layer_reduce[kind]),
+                    _times(own, held),
+                )
             )
-            live = saved + transient + gather + casts
+        self._forward, self._backward = tuple(forward), tuple(backward)
+        # The embedding's gradient comes last. Tied to the head, it is added out of place to the one that exists: both
+        # and their sum live at once. One that accumulates is there already.
+        last = 0.0 if accumulates else made + states.embedding_gradients * (2.0 if tied else 1.0)
+        self._last = Moment(gradients=last, gather=shard.root_backward, buckets=shard.rest_buckets)
+
+    def at(self, at: ActivationsAt, rows: int) -> LayerWalk:
+        """The worst moments of forward and backward at ``rows`` sequences on this rank."""
+        shapes = self._depth.shapes
+        modes = [_mode(at, shape.kind, shape.recompute) for shape in shapes]
+        kept = [mode.kept if shape.on_card else 0 for mode, shape in zip(modes, shapes, strict=True)]
+        highest, forward = -1.0, Moment()
+        for shape, before, gradients, gather, ring, buckets, casts in self._forward:
+            saved = at.model_saved + _times(before, kept)
+            transient, gather = modes[shape].forward, gather + ring * rows
+            live = gradients + saved + transient + gather + buckets + casts
             if live > highest:
-                highest, worst = live, (saved, transient, casts, gather)
-            saved += run.kept
-        saved, transient, casts, gather = worst
-        return Moment(
-            gradients=self.persisting,
-            saved_activations=saved,
-            recompute=transient,
-            gather=gather + self.shard.root_forward,
-            casts=casts,
-            buckets=self.shard.rest_buckets,
-        )
-
-    def _backward_casts(self) -> float:
-        """Copies that layers without recompute saved; a recomputed layer kept none."""
-        return sum(self.states.cast_bytes[run.kind] * run.count for run in self.runs if not run.recomputed)
-
-    def at_loss(self) -> Moment:
-        """The loss forward and backward, on top of everything that is saved."""
-        forward_casts = sum(self.states.cast_bytes[run.kind] * run.count for run in self.runs)
-        backward_casts = self._backward_casts()
-        in_forward = self.loss.forward + forward_casts >= self.loss.backward + backward_casts
-        return Moment(
-            gradients=self.persisting,
-            saved_activations=self.at.model_saved + self.all_kept + self.at.final_norm,
-            loss=self.loss.forward if in_forward else self.loss.backward,
-            gather=self.shard.root_loss,
-            casts=forward_casts if in_forward else backward_casts,
-            buckets=self.shard.rest_buckets,
-        )
-
-    def backward(self) -> Moment:
-        """Layers from the last to the first: saved tensors fall while gradients rise."""
-        accumulates = self.persisting > 0
-        gradients = 0.0 if accumulates else self.states.tail_gradients
-        saved, casts = self.at.model_saved + self.all_kept, self._backward_casts()
-        highest = -1.0
-        worst = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        for run in reversed(self.runs):
-            kind, transient, gather = run.kind, float(run.mode.backward), float(self.shard.layer_gather[run.kind])
+                highest = live
+                forward = Moment(gradients, saved, transient, 0.0, gather, buckets, casts)
+        highest_back = sum(self._last) if self._last.gradients else -1.0
+        backward = self._last
+        for shape, before, gradients, gather, ring, buckets, casts in self._backward:
+            saved = at.model_saved + _times(before, kept)
+            mode, ring = modes[shape], ring * rows
+            transient = mode.backward
             # The ring's buffers live with the attention block, not with the MLP.
-            if run.mode.attention_backward + self.shard.ring[kind] > transient:
-                transient, gather = float(run.mode.attention_backward), gather + self.shard.ring[kind]
-            reduced = float(self.shard.layer_reduce[kind])
-            added = 0.0 if accumulates else self.states.layer_gradients[kind]
-            freed = 0.0 if run.recomputed else self.states.cast_bytes[kind]
-            # Inside a run everything is affine in depth: its first or its last layer is its worst.
-            for depth in {0, run.count - 1}:
-                here = (saved - run.kept * depth, gradients + added * depth, transient, casts - freed * depth)
-                live = sum(here) + gather + reduced
-                if live > highest:
-                    highest, worst = live, (*here, gather, reduced)
-            saved -= run.kept * run.count
-            gradients += added * run.count
-            casts -= freed * run.count
-        # The embedding's gradient comes last. Tied to the head, it is added out of place to the one that exists:
-        # both and their sum live at once.
-        last = gradients + self.states.embedding_gradients * (2.0 if self.tied else 1.0)
-        if last > highest and not accumulates:
-            worst = (0.0, last, 0.0, 0.0, 0.0, 0.0)
-        saved, gradients, transient, casts, gather, reduced = worst
-        return Moment(
-            gradients=self.persisting + gradients,
-            saved_activations=saved,
-            recompute=transient,
-            gather=gather + self.shard.root_backward,
-            casts=casts,
-            buckets=self.shard.rest_buckets + reduced,
-        )
+            if mode.attention_backward + ring > transient:
+                transient, gather = mode.attention_backward, gather + ring
+            live = gradients + saved + transient + gather + buckets + casts
+            if live > highest_back:
+                highest_back = live
+                backward = Moment(gradients, saved, transient, 0.0, gather, buckets, casts)
+        saved = at.model_saved + _times(self._depth.totals, kept) + at.final_norm
+        return LayerWalk(forward, highest, backward, highest_back, saved)
 
-    def step(self) -> Moment:
-        """The optimizer's own copies; on the host when its states are offloaded."""
-        work = find_optimizer(self.choice.optimizer).step_transient * self.states.all_gradients + self.shard.step_bytes
-        if "optimizer" in self.choice.offload:
-            work = 0.0
-        return Moment(gradients=self.states.all_gradients, recompute=work, buckets=self.shard.rest_buckets)
+
+def _mode(at: ActivationsAt, kind: int, recompute: str) -> ModeAt:
+    layer = at.kinds[kind]
+    if recompute == "none":
+        return layer.none
+    return layer.selective if recompute == "selective" else layer.full
+
+
+def _times(counts: tuple[int, ...], sizes: list[float] | list[int]) -> float:
+    """Bytes of ``counts`` layers of each shape."""
+    if len(counts) == 1:
+        return counts[0] * sizes[0]
+    return float(sum(map(mul, counts, sizes)))
+
+
+def loss_moment(
+    walker: LayerWalker, layers: LayerWalk, loss: LossBytes, shard: ShardingBytes, persisting: float
+) -> Moment:
+    """The loss forward or backward, whichever is higher, on top of everything that is saved."""
+    size, casts = loss.backward, walker.backward_casts
+    if loss.forward + walker.forward_casts >= size + casts:
+        size, casts = loss.forward, walker.forward_casts
+    return Moment(persisting, layers.saved, 0.0, size, shard.root_loss, shard.rest_buckets, casts)
+
+
+def step_moment(choice: Choice, states: States, shard: ShardingBytes) -> Moment:
+    """The optimizer's own copies; on the host when its states are offloaded."""
+    partition = 0 if "optimizer" in choice.offload else shard.step_bytes
+    return Moment(gradients=states.all_gradients, recompute=states.step_bytes + partition, buckets=shard.rest_buckets)
+
+
+def phases(states: States, shard: ShardingBytes, moments: dict[str, Moment]) -> list[Phase]:
+    """Every phase from loading to saving, part by part.
+
+    Args:
+        states: what is at rest.
+        shard: what loading and saving gather.
+        moments: the worst moment of forward, loss, backward and step.
+    """
+    load = Phase("load", dict.fromkeys(PARTS, 0))
+    load.parts["weights"], load.parts["gather"] = int(states.rest["weights"]), shard.load_bytes
+    save = Moment(gather=shard.save_bytes, buckets=shard.rest_buckets)
+    found = [load]
+    for name, moment in {**moments, "save": save}.items():
+        merged = {**states.rest, **moment._asdict()}
+        found.append(Phase(name, {part: int(merged.get(part, 0.0)) for part in PARTS}))
+    return found

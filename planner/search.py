@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from heapq import nsmallest
 from math import inf, log
+from typing import NamedTuple
 
 from planner.choice import ZERO, Alters, Choice
+from planner.frame import Verdict
 from planner.hardware import Hardware
-from planner.memory import MemoryEstimate, MemoryModel, Verdict
+from planner.memory import MemoryEstimate, MemoryModel
 from planner.rules import Refusal, RuleContext, first_refusal
 from planner.space import SpaceOptions, frames, micro_batches
 from planner.step_time import TimeEstimate, TimeModel
@@ -16,14 +19,23 @@ from planner.step_time import TimeEstimate, TimeModel
 GROUPS: tuple[Alters, ...] = ("nothing", "numerics", "method")
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One judged choice. Its parts in full are ``Judge.memory_of``."""
 
-    choice: Choice
+    frame: Choice
+    """Every knob but micro-batch and accumulation, which may be another candidate's of the same frame."""
+    micro_batch: int
+    grad_accum: int
     alters: Alters
     verdict: Verdict
     time: TimeEstimate | None
+
+    @property
+    def choice(self) -> Choice:
+        """The whole choice."""
+        if (self.micro_batch, self.grad_accum) == (self.frame.micro_batch, self.frame.grad_accum):
+            return self.frame
+        return replace(self.frame, micro_batch=self.micro_batch, grad_accum=self.grad_accum)
 
     @property
     def fits(self) -> bool:
@@ -68,7 +80,8 @@ class Judge:
 
     def judge(self, choice: Choice, alters: Alters) -> Candidate:
         """Memory and time of one choice, rules aside."""
-        return Candidate(choice, alters, self.memory.verdict(choice), self.time.estimate(choice))
+        verdict, time = self.memory.verdict(choice), self.time.estimate(choice)
+        return Candidate(choice, choice.micro_batch, choice.grad_accum, alters, verdict, time)
 
     def memory_of(self, candidate: Candidate) -> MemoryEstimate:
         """All parts and phases of a candidate's memory."""
@@ -84,45 +97,39 @@ NEAR_MISSES = 64
 def search(judge: Judge, options: SpaceOptions, goal: str) -> SearchResult:
     """Judge the whole space.
 
-    Memory grows with the micro-batch at a fixed frame, so the first micro-batch that does not fit ends its frame.
+    Memory grows with the micro-batch as long as gradients accumulate. So the first micro-batch of a frame that does not
+    fit ends it, but for the one that makes the global batch in a single pass and keeps no gradients beside it.
     """
     result = SearchResult()
     misses: list[Candidate] = []
+    splits: dict[int, list[tuple[int, int]]] = {}
     for frame, alters in frames(options, judge.hardware):
         refusal = first_refusal(judge.rules, frame)
         if refusal is not None:
             count, first, example = result.rejected.get(refusal.rule, (0, refusal, frame))
             result.rejected[refusal.rule] = (count + 1, first, example)
             continue
-        pairs = micro_batches(frame, options)
-        if not pairs:
-            _reject_batch(result, frame, options)
-            continue
-        own = (frame.micro_batch, frame.grad_accum)
+        pairs = splits.get(frame.data_parallel)
+        if pairs is None:
+            pairs = splits[frame.data_parallel] = micro_batches(options, frame.data_parallel)
+        memory, time = judge.memory.frame(frame), None
+        full = False
         for micro, accumulate in pairs:
-            choice = frame if (micro, accumulate) == own else replace(frame, micro_batch=micro, grad_accum=accumulate)
-            verdict = judge.memory.verdict(choice)
+            if full and accumulate > 1:
+                continue
+            verdict = memory.verdict(micro, accumulate)
             result.judged += 1
             if not verdict.fits:
-                misses.append(Candidate(choice, alters, verdict, None))
-                break
-            result.fitting.append(Candidate(choice, alters, verdict, judge.time.estimate(choice)))
+                full = True
+                misses.append(Candidate(frame, micro, accumulate, alters, verdict, None))
+                continue
+            time = time or judge.time.frame(frame)
+            estimate = time.at(micro, accumulate) if time else None
+            result.fitting.append(Candidate(frame, micro, accumulate, alters, verdict, estimate))
     result.fitting = rank(result.fitting, goal)
-    misses.sort(key=_shortage)
-    result.near_misses = [replace(miss, time=judge.time.estimate(miss.choice)) for miss in misses[:NEAR_MISSES]]
+    closest = nsmallest(NEAR_MISSES, misses, key=_shortage)
+    result.near_misses = [miss._replace(time=judge.time.estimate(miss.choice)) for miss in closest]
     return result
-
-
-def _reject_batch(result: SearchResult, frame: Choice, options: SpaceOptions) -> None:
-    refusal = Refusal(
-        rule="global-batch-divides",
-        reason=f"a global batch of {options.global_batch} does not divide over {frame.data_parallel} ranks with data",
-        why="the global batch is kept exactly",
-        versions="all",
-        source="micro_batch x grad_accum x data-parallel ranks = global_batch",
-    )
-    count, first, example = result.rejected.get(refusal.rule, (0, refusal, frame))
-    result.rejected[refusal.rule] = (count + 1, first, example)
 
 
 def _shortage(candidate: Candidate) -> tuple[int, int]:
@@ -157,9 +164,9 @@ def rank(candidates: list[Candidate], goal: str) -> list[Candidate]:
     def key(c: Candidate) -> tuple[float, ...]:
         group = GROUPS.index(c.alters)
         headroom = -c.headroom_bytes
-        pace = (band(c), *_simplicity(c.choice), c.step_s, headroom)
+        pace = (band(c), *_simplicity(c.frame), c.step_s, headroom)
         if goal == "fewest_gpus":
-            return (group, c.choice.num_gpus, *pace)
+            return (group, c.frame.num_gpus, *pace)
         if goal == "headroom":
             return (group, headroom, *pace)
         return (group, *pace)
@@ -172,10 +179,9 @@ def distinct(candidates: Iterable[Candidate], limit: int) -> list[Candidate]:
     seen: set[Choice] = set()
     out: list[Candidate] = []
     for candidate in candidates:
-        frame = replace(candidate.choice, micro_batch=1, grad_accum=1)
-        if frame in seen:
+        if candidate.frame in seen:
             continue
-        seen.add(frame)
+        seen.add(candidate.frame)
         out.append(candidate)
         if len(out) == limit:
             break

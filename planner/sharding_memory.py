@@ -29,7 +29,8 @@ class ShardingBytes:
     layer_reduce: tuple[int, ...]
     """Per layer kind: unsharded gradients of the layer and the copy that is being reduced."""
     ring: tuple[int, ...]
-    """Per layer kind: context parallelism's keys, values and merged output, while attention runs."""
+    """Per layer kind and row of the micro-batch: context parallelism's keys, values and merged output, while attention
+    runs."""
     root_forward: int = 0
     """Groups that stay gathered through the whole forward."""
     root_loss: int = 0
@@ -80,7 +81,7 @@ def _ring(choice: Choice, architecture: Architecture, seq_len: int) -> tuple[int
     for kind in architecture.kinds:
         kv = 2 * seq_len * kind.kv_heads * kind.head_dim * c
         merged = 4 * -(-seq_len // choice.cp) * kind.heads * kind.head_dim
-        out.append(choice.micro_batch * (kv + merged))
+        out.append(kv + merged)
     return tuple(out)
 
 

@@ -199,7 +199,7 @@ def _offloads(sharding: str, pins: dict[str, Any]) -> list[frozenset[OffloadTarg
 def frames(options: SpaceOptions, hardware: Hardware) -> Iterator[tuple[Choice, Alters]]:
     """Every combination of knobs but micro-batch and accumulation, with what it alters.
 
-    Frames are not checked: rules judge them next. The micro-batch is 1 and accumulation fills the global batch.
+    Frames are not checked: rules judge them next. They carry the smallest micro-batch that keeps the global batch.
     """
     pins = options.pins
     recomputes: tuple[Recompute, ...] = (
@@ -210,9 +210,7 @@ def frames(options: SpaceOptions, hardware: Hardware) -> Iterator[tuple[Choice, 
     numerics = numerics_options(options, hardware)
     for num_gpus in gpu_counts(hardware, pins):
         for layout in _layouts(num_gpus, hardware, options):
-            data_parallel = layout["dp_shard"] * layout["dp_replicate"]
-            micro = pins.get("micro_batch", options.min_micro_batch)
-            accumulate = pins.get("grad_accum", max(1, options.global_batch // (data_parallel * micro)))
+            micro, accumulate = _first_batch(options, layout["dp_shard"] * layout["dp_replicate"])
             for held, loss_path, attention, recompute, offload in product(
                 numerics, loss_paths, attentions, recomputes, _offloads(layout["sharding"], pins)
             ):
@@ -236,10 +234,19 @@ def frames(options: SpaceOptions, hardware: Hardware) -> Iterator[tuple[Choice, 
                 yield choice, held.alters
 
 
-def micro_batches(choice: Choice, options: SpaceOptions) -> list[tuple[int, int]]:
+def _first_batch(options: SpaceOptions, data_parallel: int) -> tuple[int, int]:
+    """(micro-batch, accumulation) for a frame; where none keeps the global batch, one that a rule will refuse."""
+    pairs = micro_batches(options, data_parallel)
+    if pairs:
+        return pairs[0]
+    micro = options.pins.get("micro_batch", options.min_micro_batch)
+    return micro, options.pins.get("grad_accum", max(1, options.global_batch // (data_parallel * micro)))
+
+
+def micro_batches(options: SpaceOptions, data_parallel: int) -> list[tuple[int, int]]:
     """(micro-batch, accumulation) pairs that keep the global batch exactly, smallest micro-batch first."""
     pins = options.pins
-    per_rank, rest = divmod(options.global_batch, choice.data_parallel)
+    per_rank, rest = divmod(options.global_batch, data_parallel)
     if "micro_batch" in pins and "grad_accum" in pins:
         return [(pins["micro_batch"], pins["grad_accum"])]
     if rest or per_rank == 0:

@@ -102,6 +102,15 @@ def uses_autocast(choice: Choice) -> bool:
     return choice.mixed_precision != "no" and choice.sharding in ("none", "ddp")
 
 
+def adapter_bytes(choice: Choice) -> int:
+    """Bytes per element of a LoRA adapter while it multiplies.
+
+    Only autocast leaves PEFT's fp32 adapters beside a low-precision stream; FSDP2 and ZeRO cast them first, and TRL
+    makes those of a quantised base bf16.
+    """
+    return 4 if choice.method == "lora" and uses_autocast(choice) else compute_bytes(choice)
+
+
 def trainable_roles(choice: Choice, *, adapter: bool = False) -> Roles:
     """Roles of trainable parameters under ``choice``.
 
