@@ -1,0 +1,119 @@
+"""What the README shows is true: its commands run, its job file is the default one, its figures are computed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+import yaml
+
+from launcher import cli
+from launcher.errors import ExitCode
+from planner.job import Job
+from tests.planner.test_memory_measured import ALLOCATED
+from tests.planner.test_memory_traced import RAN, peak_error
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+COMMANDS = [line for language, block in BLOCKS if not language for line in block.splitlines() if "trlfit " in line]
+OF_A_RUN = [line for line in COMMANDS if line.split()[1] in ("write", "launch", "watch", "stop", "runs")]
+OTHERS = [line for line in COMMANDS if line not in OF_A_RUN]
+ANSWERS = {
+    # 8 B parameters in fp32 fit few hosts.
+    "trlfit plan Qwen/Qwen3-8B --machine cpu --seq-len 512": {0, 3},
+    # A planner without the training stack lacks it.
+    "trlfit doctor": {0, 4},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the repository's examples, and a history of its own."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRLFIT_DATA", str(tmp_path / "history"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path
+
+
+def test_the_readme_shows_every_command() -> None:
+    assert {line.split()[1] for line in COMMANDS} == set(cli.COMMANDS) - {"models"}
+    assert "`trlfit models`" in README
+
+
+@pytest.mark.parametrize("line", OTHERS)
+def test_a_command_runs(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(line)
+    assert words[0] == "trlfit"
+    code = cli.main(words[1:])
+    shown = capsys.readouterr()
+    assert code in ANSWERS.get(line, {0}), shown.err
+    assert shown.out.strip() and "bug in trlfit" not in shown.err
+
+
+@pytest.mark.launch
+def test_the_commands_of_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the order of the page, on a smaller model than the demo's."""
+    assert [line.split()[1] for line in OF_A_RUN] == ["write", "launch", "watch", "stop", "runs"]
+    sizes = ["--hidden", "64", "--intermediate", "128", "--layers", "2", "--vocab", "512"]
+    maker = ["launcher/children/make_tiny_model.py", "--out", str(folder / "demo-runs" / "tiny")]
+    text = ["--text", "examples/data/train.jsonl"]
+    subprocess.run([sys.executable, *maker, *text, *sizes], cwd=ROOT, check=True, capture_output=True)
+    said: list[str] = []
+    for line in OF_A_RUN:
+        code = cli.main(shlex.split(line)[1:])
+        shown = capsys.readouterr()
+        assert code == 0, f"{line}\n{shown.out}\n{shown.err}"
+        said.append(shown.out)
+    assert "command.sh" in said[0]
+    assert (folder / "demo-runs" / "written" / "train.py").is_file()
+    assert not (folder / "demo-runs" / "written" / "metrics.jsonl").exists()
+    assert "finished after 30 steps" in said[2]
+    assert "already over" in said[3]
+    assert "done" in said[4]
+
+
+def test_the_job_file_shows_every_default() -> None:
+    (block,) = [block for language, block in BLOCKS if language == "yaml"]
+    shown = yaml.safe_load(block)
+    assert list(shown) == list(Job.model_fields)
+    assert Job.model_validate(shown) == Job(model="Qwen/Qwen3-8B")
+    assert set(shown["lora"]) == set(Job.model_fields["lora"].default_factory().model_dump())  # type: ignore[misc, call-arg, union-attr]
+    assert set(shown["data"]) == {"dataset", "split", "packing"}
+
+
+def test_the_exit_codes() -> None:
+    codes = [int(code) for code in re.findall(r"^\| (\d+) \|", README, re.MULTILINE)]
+    assert codes == [int(code) for code in ExitCode]
+
+
+def test_the_block_of_numbers_has_the_shape_of_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+    found = re.search(r"<!-- shape of: (.+) -->\n```\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    assert cli.main(shlex.split(found[1])[1:]) == 0
+    printed = capsys.readouterr().out
+
+    def shapes(text: str) -> dict[str, str]:
+        """Label of a line -> the line without its numbers, of the lines whose words do not depend on the plan."""
+        lines = [re.sub(r"[\d.,]+", "0", line).strip() for line in text[text.index("best plan") :].splitlines()]
+        return {label: next(x for x in lines if x.startswith(label)) for label in ("memory", "time", "why")}
+
+    shown, real = shapes(found[2]), shapes(printed)
+    assert shown["memory"] == real["memory"]
+    assert shown["time"].split("  [")[1] == real["time"].split("  [")[1]
+    assert re.sub(r" in \w+;.*", "", shown["why"]) == re.sub(r" in \w+;.*", "", real["why"])
+
+
+def test_the_accuracy_that_is_claimed() -> None:
+    claimed = re.findall(r"^\| .* \| (\d+) \| ([\d.]+) % \| ([\d.]+) % \|$", README, re.MULTILINE)
+    traced = [abs(peak_error(row)) for row in RAN]
+    measured = [abs(run.error) for run in ALLOCATED if run.error is not None]
+    assert claimed == [
+        (str(len(errors)), f"{100 * median(errors):.1f}", f"{100 * max(errors):.1f}") for errors in (traced, measured)
+    ]
