@@ -36,18 +36,46 @@ class Affine:
 ZERO = Affine()
 
 
+@dataclass(frozen=True, slots=True)
+class Highest:
+    """The highest of several moments, each affine: weight gradients decide at few tokens, activations at many."""
+
+    moments: tuple[Affine, ...]
+
+    def at(self, tokens: int, sequence: int) -> int:
+        """Bytes of the highest moment at ``tokens`` tokens in sequences of ``sequence``."""
+        return max(moment.at(tokens, sequence) for moment in self.moments)
+
+
+@dataclass(frozen=True, slots=True)
+class Windowed:
+    """Bytes of a layer with a sliding window, which needs no mask while the sequence is shorter than the window."""
+
+    window: int
+    shorter: Affine | Highest
+    """Sequences of fewer than ``window`` tokens."""
+    longer: Affine | Highest
+
+    def at(self, tokens: int, sequence: int) -> int:
+        """Bytes at ``tokens`` tokens in sequences of ``sequence``."""
+        return (self.shorter if sequence < self.window else self.longer).at(tokens, sequence)
+
+
+Bytes = Affine | Highest | Windowed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModeBytes:
     """One decoder layer under one way of recomputing: what one rank allocates, weights and gradients at rest aside."""
 
-    kept: Affine
+    kept: Bytes
     """From the layer's forward to its backward, its input included where autograd or the checkpoint holds it."""
-    forward: Affine
+    forward: Bytes
     """Highest extra allocation while the layer runs forward, above what is live when it starts."""
-    backward: Affine
+    backward: Bytes
     """Highest extra allocation while the layer runs backward, above what is live when its backward starts (``kept``
     included there), the gradients of its own weights that exist at that moment included."""
-    attention_backward: Affine
+    attention_backward: Bytes
     """The same, at the highest moment of the attention block alone: what context parallelism's ring comes on top of."""
 
 
@@ -61,17 +89,45 @@ class LayerBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorWork:
+    """What one decoder layer runs in forward and backward, recompute included; FLOPs and bytes, not allocations."""
+
+    matmul_flops: Affine = ZERO
+    """Dense products; under eager attention those of the scores too, per token pair."""
+    expert_flops: Affine = ZERO
+    attention_flops: Affine = ZERO
+    """Causal kernels: half of the square."""
+    masked_attention_flops: Affine = ZERO
+    """Kernels that read a mask: the whole square."""
+    elementwise_bytes: Affine = ZERO
+    """Read and written by everything else."""
+    launches: Affine = ZERO
+    """Kernels, whatever the tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWork:
+    """``OperatorWork`` of one kind under each way of recomputing."""
+
+    none: OperatorWork
+    full: OperatorWork
+    selective: OperatorWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Coefficients:
     """All activation terms of one architecture under one set of options."""
 
     layers: tuple[LayerBytes, ...]
     """In the order of ``Architecture.kinds``."""
-    model_saved: Affine
+    model_saved: Bytes
     """Kept outside the layers: embedding output that no layer keeps, rotary tables, masks, input ids."""
-    final_norm_saved: Affine
+    final_norm_saved: Bytes
     """Kept by the final normalisation, its output (the hidden states that the loss reads) included."""
     evidence: Evidence
     relative_error: float
     """Half-width of the interval as a share of the predicted peak, from a stated comparison."""
     source: str
     """One sentence: where the numbers come from, and for which versions."""
+    work: tuple[LayerWork, ...] = ()
+    """In the order of ``Architecture.kinds``; empty where nothing was traced."""

@@ -1,0 +1,208 @@
+"""Who holds how many bytes: follows every tensor storage of a fake step and says which layer's turn made it.
+
+A dispatch mode sees every operator. A storage counts from the operator that returns it until Python and autograd drop
+it, rounded up as the CUDA allocator rounds. Parameters never count. Low-precision copies of base weights that autocast
+makes in the forward are kept apart, because the plan counts them as a part of their own, and a parameter's gradient
+stops counting when the layer that made it has run backward, because the plan counts it at rest from then on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from trace_fake import ShortWay
+
+ALLOCATION_BYTES = 512
+"""The CUDA caching allocator hands out multiples of this."""
+
+BEFORE = -1
+"""Owner of what is made before the first layer."""
+
+_ATEN = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+_MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
+_GROUPED = {"_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"}
+_NO_KERNEL = {
+    "detach", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "_unsafe_view", "alias",
+    "lift_fresh", "device", "is_same_size", "_local_scalar_dense", "sym_size", "scalar_tensor", "_reshape_alias",
+}  # fmt: skip
+WORK = (
+    "matmul_flops",
+    "expert_flops",
+    "attention_flops",
+    "masked_attention_flops",
+    "elementwise_bytes",
+    "launches",
+)
+"""What is counted of a layer's operators; the names of planner.work."""
+
+
+class Tracker(TorchDispatchMode):
+    """Live bytes over one forward and one backward of a stack of layers."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], adapters: set[int], way: ShortWay) -> None:
+        super().__init__()
+        self._run = way.run
+        self._parameters = list(parameters)
+        self._weights = {_key(p): id(p) in adapters for p in self._parameters}
+        self._live: dict[int, tuple[int, int]] = {}
+        self._hidden: dict[int, tuple[int, int, bool]] = {}
+        self.live_bytes = 0
+        self.owner = BEFORE
+        self.backward = False
+        self.timelines: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
+        self.work: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(WORK, 0.0))
+        self._timeline = self.timelines["forward", BEFORE]
+        self.attention_starts: dict[int, int] = {}
+        self._kinds: dict[object, str] = {}
+
+    def enter(self, owner: int, *, backward: bool = False) -> None:
+        """From here on storages belong to ``owner``, and the timeline is that layer's."""
+        if self.backward:
+            self._hide_gradients()
+        self.owner, self.backward = owner, backward
+        self._timeline = self.timelines["backward" if backward else "forward", owner]
+
+    def attention_runs_backward(self, owner: int) -> None:
+        """The MLP of ``owner`` has run backward; its attention block is next."""
+        if self.backward and owner == self.owner:
+            self.attention_starts.setdefault(owner, len(self._timeline))
+
+    def owned_bytes(self) -> dict[int, int]:
+        """Live bytes by owner; call it when the forward, its autocast included, is over."""
+        # What autocast's cache no longer holds and is still here was saved for backward. Copies of adapters are not
+        # counted elsewhere.
+        for key, (size, owner, adapter) in list(self._hidden.items()):
+            if adapter:
+                del self._hidden[key]
+                self._live[key] = (size, owner)
+                self.live_bytes += size
+        owned: dict[int, int] = defaultdict(int)
+        for size, owner in self._live.values():
+            owned[owner] += size
+        return owned
+
+    def _hide_gradients(self) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._drop(_key(parameter.grad))
+
+    def _drop(self, key: int) -> None:
+        found = self._live.pop(key, None)
+        if found is not None:
+            self.live_bytes -= found[0]
+        self._hidden.pop(key, None)
+
+    def _add(self, tensor: torch.Tensor, cast_of: bool | None, name: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or key in self._hidden or key in self._weights:
+            return
+        size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        weakref.finalize(storage, partial(self._drop, key)).atexit = False
+        if cast_of is not None and not self.backward:
+            self._hidden[key] = (size, self.owner, cast_of)
+            return
+        self._live[key] = (size, self.owner)
+        self.live_bytes += size
+        self._timeline.append((name, self.live_bytes))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here, and the guard costs as much as an operator.
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE:
+            # Two of three calls only ask a fake tensor for its device.
+            return args[0].fake_device
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind_of(func)
+        out = self._run(func, args, kwargs or {})
+        if kind == "none":
+            return out
+        cast_of = None
+        if func is _ATEN._to_copy.default:
+            cast_of = self._weights.get(_key(args[0]))
+        for tensor in (out,) if isinstance(out, torch.Tensor) else _tensors(out):
+            self._add(tensor, cast_of, func._schema.name)
+        if kind != "view":
+            self._count(kind, func, args, out)
+        return out
+
+    def _count(self, kind: str, func, args, out) -> None:
+        work = self.work[self.owner]
+        work["launches"] += 1
+        if kind in ("matmul", "grouped"):
+            work["matmul_flops" if kind == "matmul" else "expert_flops"] += _matmul_flops(func, args)
+        elif kind == "attention":
+            masked, flops = _attention_flops(func, args)
+            work["masked_attention_flops" if masked else "attention_flops"] += flops
+        else:
+            moved = sum(map(_touched, _tensors(args))) + sum(map(_touched, _tensors((out,))))
+            work["elementwise_bytes"] += moved
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(values):
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _touched(tensor: torch.Tensor) -> int:
+    """Bytes read or written: an expanded tensor is read from what it really holds."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _kind_of(func) -> str:
+    name = func._schema.name.split("::")[-1]
+    if func.namespace == "prim" or name == "device":
+        return "none"
+    if name in _MATMULS:
+        return "matmul"
+    if name in _GROUPED:
+        return "grouped"
+    if name.startswith("_scaled_dot_product"):
+        return "attention"
+    if name in _NO_KERNEL or func.is_view:
+        return "view"
+    return "other"
+
+
+def _matmul_flops(func, args) -> float:
+    """Two per multiply and add of one (batched or grouped) product."""
+    name = func._schema.name.split("::")[-1]
+    if name == "grouped_mm_fallback_backward":
+        inputs, weight = args[1], args[2]
+        return 4.0 * inputs.shape[0] * weight.shape[-2] * weight.shape[-1]
+    first, second = (args[1], args[2]) if name in ("addmm", "baddbmm") else (args[0], args[1])
+    if name in _GROUPED:
+        # Rows are spread over the groups: every row meets one group's matrix. Two 2-D operands give one matrix a group.
+        if first.dim() == 2 and second.dim() == 2:
+            return 2.0 * first.shape[0] * first.shape[1] * second.shape[1]
+        return 2.0 * first.shape[-2] * second.shape[-2] * second.shape[-1]
+    return 2.0 * first.numel() * second.shape[-1]
+
+
+def _attention_flops(func, args) -> tuple[bool, float]:
+    """(whether a mask is read, FLOPs): scores and their product with the values, half the square in a causal kernel."""
+    name = func._schema.name
+    backward = "backward" in name
+    query, key, value = args[1:4] if backward else args[:3]
+    bias = args[4 if backward else 3] if "efficient" in name else None
+    pairs = float(query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2])
+    flops = 2.0 * pairs * (query.shape[3] + value.shape[3]) * (2.5 if backward else 1.0)
+    masked = bias is not None
+    return masked, flops if masked else flops / 2.0
