@@ -19,10 +19,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 WORK = "demo-runs"
 TEXT = "examples/data/train.jsonl"
-# 27 M parameters: four fp32 values each (weight, gradient, two moments) are 416 MiB, far above what the allocator
-# and the libraries add, and 30 steps take about a minute on two cores.
+# 27 M parameters: four fp32 values each (weight, gradient, two moments) are 416 MiB, well above what the allocator
+# and the libraries add, and 30 steps of two sequences take about a minute on two cores.
 SIZES = shlex.split("--hidden 512 --intermediate 1536 --layers 8 --heads 8 --kv-heads 4 --vocab 4096")
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRLFIT_DATA": f"{WORK}/history"}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRLFIT_DATA": f"{WORK}/history"}
 MIB = 2**20
 
 
@@ -89,8 +89,8 @@ def plan_for_this_machine() -> None:
     if cards:
         return
     say(
-        "There is no usable GPU here, so the same job again for a named card, one RTX4090: 24 GB is the least that\n"
-        "holds 8.03 B frozen parameters in bf16 (15.0 GiB) beside a sequence of 4,096 tokens. The card is common."
+        "There is no usable GPU here, so the same job again for a named card, one RTX4090: a common card, and its\n"
+        "24 GB hold 8.03 B frozen parameters in bf16 (15.0 GiB) beside a sequence of 4,096 tokens; 16 GB would not."
     )
     trlfit("plan", "--job", "examples/llama-8b-lora.yaml", "--machine", "1xRTX4090", "--top", "3")
 
@@ -119,26 +119,27 @@ def compare() -> None:
     """
     folder = ROOT / WORK / "run"
     outcome: dict[str, Any] = json.loads((folder / "outcome.json").read_text(encoding="utf-8"))
-    rows: list[dict[str, Any]] = [json.loads(line) for line in (folder / "metrics.jsonl").open(encoding="utf-8")]
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    rows: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
     losses = [row["loss"] for row in rows if row["event"] == "step"]
     predicted, seen = outcome["predicted"], outcome["seen"]
     heading("Predicted against seen")
     if outcome["kind"] != "done" or len(losses) < 2:
         raise DemoFailed(f"the run is not done: {outcome['sentence']}")
     basis = "growth of resident memory" if seen["memory_basis"] == "rss_growth" else "allocated on the GPU"
-    print(f"{'':<34}{'predicted':<32}{'seen':<14}seen / predicted")
+    print(f"{'':<42}{'predicted':<30}{'seen':<12}seen / predicted")
     for name, want, low, high, have, unit in (
         (f"peak memory ({basis})", "allocated_bytes", "low_bytes", "high_bytes", seen["memory_bytes"], "MiB"),
         ("step time", "step_s", "low_s", "high_s", seen["step_s"], "s"),
     ):
         # Neither is known where the card is not in the table, or no step was timed.
         if predicted[want] is None or have is None:
-            print(f"{name:<34}not known")
+            print(f"{name:<42}not known")
             continue
         scale, digits = (MIB, 0) if unit == "MiB" else (1, 3)
         values = [f"{value / scale:,.{digits}f}" for value in (predicted[want], predicted[low], predicted[high], have)]
         text = f"{values[0]} {unit} ({values[1]} to {values[2]})"
-        print(f"{name:<34}{text:<32}{values[3] + ' ' + unit:<14}{have / predicted[want]:.2f}")
+        print(f"{name:<42}{text:<30}{values[3] + ' ' + unit:<12}{have / predicted[want]:.2f}")
     if seen["memory_basis"] == "rss_growth":
         say(
             "On a CPU the rates are guessed from the number of cores, hence the wide interval of the step time, and\n"
@@ -149,12 +150,19 @@ def compare() -> None:
         raise DemoFailed("the loss did not fall")
 
 
+def end_run() -> None:
+    """End a run that is still going, of this demo or an earlier one; the supervisor outlives its terminal."""
+    if (ROOT / WORK / "run" / "run.json").is_file():
+        trlfit("stop", f"{WORK}/run", capture=True)
+
+
 def main() -> int:
     """Everything in order; 1 when something is not as it should be."""
     began = time.monotonic()
-    shutil.rmtree(ROOT / WORK, ignore_errors=True)
     print("environment: " + " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items()), flush=True)
     try:
+        end_run()
+        shutil.rmtree(ROOT / WORK, ignore_errors=True)
         plan_for_a_node()
         plan_for_this_machine()
         train_here()
@@ -162,6 +170,9 @@ def main() -> int:
     except DemoFailed as failure:
         print(f"\ndemo failed: {failure}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        end_run()
+        return 130
     say(f"demo done in {time.monotonic() - began:.0f} s; the run folder is {WORK}/run")
     return 0
 
