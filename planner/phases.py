@@ -261,32 +261,36 @@ class LayerWalker:
 
     def at(self, at: ActivationsAt, rows: int) -> LayerWalk:
         """The worst moments of forward and backward at ``rows`` sequences on this rank."""
-        shapes = self._depth.shapes
+        shapes, base = self._depth.shapes, at.model_saved
         modes = [_mode(at, shape.kind, shape.recompute) for shape in shapes]
         kept = [mode.kept if shape.on_card else 0 for mode, shape in zip(modes, shapes, strict=True)]
-        highest, forward = -1.0, Moment()
-        for shape, before, gradients, gather, ring, buckets, casts in self._forward:
-            saved = at.model_saved + _times(before, kept)
+        highest, worst = -1.0, (self._forward[0], 0.0, 0, 0.0)
+        for station in self._forward:
+            shape, before, gradients, gather, ring, buckets, casts = station
+            saved = base + _times(before, kept)
             transient, gather = modes[shape].forward, gather + ring * rows
             live = gradients + saved + transient + gather + buckets + casts
             if live > highest:
-                highest = live
-                forward = Moment(gradients, saved, transient, 0.0, gather, buckets, casts)
-        highest_back = sum(self._last) if self._last.gradients else -1.0
-        backward = self._last
-        for shape, before, gradients, gather, ring, buckets, casts in self._backward:
-            saved = at.model_saved + _times(before, kept)
-            mode, ring = modes[shape], ring * rows
-            transient = mode.backward
+                highest, worst = live, (station, saved, transient, gather)
+        forward = _moment(*worst)
+        highest_back, worst_back = sum(self._last) if self._last.gradients else -1.0, None
+        for station in self._backward:
+            shape, before, gradients, gather, ring, buckets, casts = station
+            saved = base + _times(before, kept)
+            _, _, transient, at_attention = modes[shape]
             # The ring's buffers live with the attention block, not with the MLP.
-            if mode.attention_backward + ring > transient:
-                transient, gather = mode.attention_backward, gather + ring
+            if ring and at_attention + ring * rows > transient:
+                transient, gather = at_attention, gather + ring * rows
             live = gradients + saved + transient + gather + buckets + casts
             if live > highest_back:
-                highest_back = live
-                backward = Moment(gradients, saved, transient, 0.0, gather, buckets, casts)
-        saved = at.model_saved + _times(self._depth.totals, kept) + at.final_norm
+                highest_back, worst_back = live, (station, saved, transient, gather)
+        backward = _moment(*worst_back) if worst_back else self._last
+        saved = base + _times(self._depth.totals, kept) + at.final_norm
         return LayerWalk(forward, highest, backward, highest_back, saved)
+
+
+def _moment(station: _Station, saved: float, transient: float, gather: float) -> Moment:
+    return Moment(station.gradients, saved, transient, 0.0, gather, station.buckets, station.casts)
 
 
 def _mode(at: ActivationsAt, kind: int, recompute: str) -> ModeAt:

@@ -246,7 +246,7 @@ class TimeModel:
             recompute=matmul * again + moved * RECOMPUTED_BYTES,
             attention=attention,
             launches=work.launches * LAUNCH_S if hw.device == "cuda" else 0.0,
-            useful_flops=work.matmul_flops + work.expert_flops + work.attention_flops - work.recompute_flops,
+            useful_flops=work.useful_flops,
         )
 
     def ring_s(self, choice: Choice) -> float:

@@ -66,6 +66,8 @@ class Work:
     """Of a whole micro-batch, however many tokens it has."""
     recompute_flops: float
     """Matmul FLOPs of the recomputed forwards, contained in ``matmul_flops`` and ``expert_flops``."""
+    useful_flops: float
+    """What the textbook counts, for model FLOPs utilisation: nothing recomputed, half of a masked square."""
 
 
 def recomputed_share(recompute: str, num_layers: int) -> float:
@@ -113,6 +115,8 @@ def token_work(
         total["attention_flops"] += count * kernel
         total["masked_attention_flops"] += count * square
         total["elementwise_bytes"] += count * moved * (NO_RECOMPUTE_SHARE + again * (1 - NO_RECOMPUTE_SHARE))
+        useful_attention = (kernel + square / 2) * 7.0 / _attention_passes(choice, again)
+        total["useful_flops"] += count * (products.dense + products.routed + useful_attention)
         total["launches"] += count * launches * (NO_RECOMPUTE_LAUNCHES + again * (1 - NO_RECOMPUTE_LAUNCHES))
     return Work(**total)
 
@@ -194,10 +198,15 @@ def _elementwise(
     return moved, kernels
 
 
+def _attention_passes(choice: Choice, again: float) -> float:
+    """Products over the square of one layer: two forward, five backward, two again where outputs were not kept."""
+    return 7.0 + 2.0 * again * (0.0 if choice.recompute == "selective" else 1.0)
+
+
 def _attention_flops(kind: LayerKind, choice: Choice, sequence: int, again: float, masked: bool) -> tuple[float, float]:
     """(FLOPs in the fused causal kernel, FLOPs over the whole masked square) of one token in one layer."""
     width = kind.heads * kind.head_dim
-    passes = 7.0 + 2.0 * again * (0.0 if choice.recompute == "selective" else 1.0)
+    passes = _attention_passes(choice, again)
     if kind.attention == "linear":
         # Linear attention: work grows with tokens, over chunks of 64.
         return passes * 2.0 * 64 * width, 0.0
