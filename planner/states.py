@@ -105,10 +105,13 @@ def uses_autocast(choice: Choice) -> bool:
 def adapter_bytes(choice: Choice) -> int:
     """Bytes per element of a LoRA adapter while it multiplies.
 
-    Only autocast leaves PEFT's fp32 adapters beside a low-precision stream; FSDP2 and ZeRO cast them first, and TRL
-    makes those of a quantised base bf16.
+    PEFT holds adapters in fp32 and casts their input to that, under autocast as without. Mixed precision of FSDP and
+    ZeRO casts them first, and TRL makes those of a quantised base bf16.
     """
-    return 4 if choice.method == "lora" and uses_autocast(choice) else compute_bytes(choice)
+    if choice.method != "lora" or choice.sharding in ZERO:
+        return compute_bytes(choice)
+    cast = choice.mixed_precision != "no" and choice.sharding not in ("none", "ddp")
+    return compute_bytes(choice) if cast else 4
 
 
 def trainable_roles(choice: Choice, *, adapter: bool = False) -> Roles:
