@@ -26,12 +26,7 @@ def _sizes(vocab: int, width: int, heads: int, kv: int | None, positions: int, *
 
 
 def _routed(experts: int, per_token: int, width: int | None = None, **more: object) -> dict[str, object]:
-    return {
-        "num_experts": experts,
-        "num_experts_per_tok": per_token,
-        "moe_intermediate_size": width,
-        **more,
-    }
+    return {"num_experts": experts, "num_experts_per_tok": per_token, "moe_intermediate_size": width, **more}
 
 
 _DELTANET: dict[str, object] = {
@@ -43,12 +38,8 @@ _DELTANET: dict[str, object] = {
     "linear_num_value_heads": 32,
 }
 _LATENT: dict[str, object] = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1_536,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-}
+    "kv_lora_rank": 512, "q_lora_rank": 1_536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+}  # fmt: skip
 
 LLAMA = Family(
     class_name="LlamaForCausalLM",

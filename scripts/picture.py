@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from tui.app import TrlfitApp  # noqa: E402
 
 JOB = ROOT / "examples" / "qwen3-8b-1m.yaml"
-SIZE = (118, 30)
+SIZE = (126, 30)
 TIME_LIMIT_S = 120.0
 # Textual's picture loads its font from the network; a monospaced font of the reader does as well.
 FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)

@@ -29,7 +29,11 @@ print(float(model(**tokens, labels=tokens["input_ids"]).loss))
 
 def trlfit(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tui", *arguments], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True
+        [sys.executable, "-m", "tui", *arguments],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
     )
 
 
@@ -46,8 +50,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def flags(family: str, folder: Path, *, steps: int, processes: int = 1) -> list[str]:
     return [
         str(tiny_model(family)), "--dataset", str(EXAMPLES / "train.jsonl"), "--machine", "cpu", "--seq-len", "64",
-        "--global-batch", "4", "--pin", f"gpus={processes}", "--trl", f"max_steps={steps}", "--trl", "save_strategy=steps",
-        "--trl", f"save_steps={max(1, steps // 2)}", "--trl", "learning_rate=1e-3", "-o", str(folder),
+        "--global-batch", "4", "--pin", f"gpus={processes}", "--trl", f"max_steps={steps}",
+        "--trl", "save_strategy=steps", "--trl", f"save_steps={max(1, steps // 2)}", "--trl", "learning_rate=1e-3", "-o", str(folder),
     ]  # fmt: skip
 
 
@@ -87,7 +91,9 @@ def test_a_run_trains_saves_and_is_remembered(tmp_path: Path, family: str, proce
     saved = sorted(path.name for path in (folder / "checkpoints").glob("checkpoint-*"))
     assert saved == ["checkpoint-2", "checkpoint-4"]
     for model in (folder / "checkpoints" / "checkpoint-4", folder / "model"):
-        reloaded = subprocess.run([sys.executable, "-c", RELOAD, str(model)], capture_output=True, text=True, check=True)
+        reloaded = subprocess.run(
+            [sys.executable, "-c", RELOAD, str(model)], capture_output=True, text=True, check=True
+        )
         assert 0 < float(reloaded.stdout) < 10
 
     listed = json.loads(trlfit(tmp_path, "runs", "--json").stdout)

@@ -115,9 +115,7 @@ class NvmlStub:
     folder: Path
     extra: dict[str, str] = field(default_factory=dict[str, str])
 
-    def environ(
-        self, text: str, *, visible: str | None = None, old: bool = False
-    ) -> dict[str, str]:
+    def environ(self, text: str, *, visible: str | None = None, old: bool = False) -> dict[str, str]:
         """The environment of a process that finds the machine ``text`` through NVML."""
         shape = self.folder / "machine.txt"
         shape.write_text(text, encoding="utf-8")
