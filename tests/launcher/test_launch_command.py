@@ -51,7 +51,8 @@ def flags(family: str, folder: Path, *, steps: int, processes: int = 1) -> list[
     return [
         str(tiny_model(family)), "--dataset", str(EXAMPLES / "train.jsonl"), "--machine", "cpu", "--seq-len", "64",
         "--global-batch", "4", "--pin", f"gpus={processes}", "--trl", f"max_steps={steps}",
-        "--trl", "save_strategy=steps", "--trl", f"save_steps={max(1, steps // 2)}", "--trl", "learning_rate=1e-3", "-o", str(folder),
+        "--trl", "save_strategy=steps", "--trl", f"save_steps={max(1, steps // 2)}",
+        "--trl", "learning_rate=1e-3", "-o", str(folder),
     ]  # fmt: skip
 
 
