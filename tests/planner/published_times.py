@@ -101,3 +101,6 @@ LONG: tuple[tuple[Run, float], ...] = (
     ),
 )
 """Run and seconds per step (TRL's long-context guide and example; PR 6846 for the other models at a million tokens)."""
+
+PROFILED = (Run(model="Qwen/Qwen3.6-35B-A3B", method="lora", gpus=8), 4.57)
+"""The profiled step of TRL PR 6863, under TRL 1.12."""

@@ -82,6 +82,7 @@ def problem_of(job: dict[str, Any], *, stack: dict[str, str], nodes: int = 1) ->
             stack=Stack(versions=stack),
             architecture=bundled(parsed.model),
             profile=find_card(parsed.machine.partition("x")[2]),
+            source=formula_coefficients,
         )
     )
 
@@ -174,12 +175,18 @@ def replay(row: Row, seq_len: int | None = None) -> Replay:
     return Replay(row=row, choice=choice, memory=memory, time=problem.judge.time.estimate(choice))
 
 
-def longest_length(row: Row) -> int:
-    """The longest multiple of 512 tokens whose predicted peak the whole card holds, reserve and interval aside."""
+def longest_length(row: Row, optimizer: str | None = None) -> int:
+    """The longest multiple of 512 tokens whose predicted peak the whole card holds, reserve and interval aside.
+
+    Args:
+        row: a measured row.
+        optimizer: another than the row's.
+    """
+    choice = choice_of(row) if optimizer is None else replace(choice_of(row), optimizer=optimizer)
     low, high = 2, 2**12
     while high - low > 1:
         middle = (low + high) // 2
-        memory = replay(row, middle * 512).memory
+        memory = measured_problem(row, middle * 512).judge.memory.estimate(choice)
         assert memory.capacity_bytes is not None
         low, high = (middle, high) if memory.device_bytes <= memory.capacity_bytes else (low, middle)
     return low * 512
@@ -225,6 +232,23 @@ def traced_model(row: Row) -> MemoryModel:
 def tensor_bytes(memory: MemoryEstimate) -> dict[str, int]:
     """Phase -> bytes of tensors alone: without the context and the allocator's slack."""
     return {phase.name: phase.bytes - phase.parts["context"] - phase.parts["slack"] for phase in memory.phases}
+
+
+def traced_peak(row: Row) -> int:
+    """Predicted bytes of tensors at the highest phase of a traced row."""
+    return max(tensor_bytes(traced_model(row).estimate(choice_of(row))).values())
+
+
+def eager_peak(row: Row) -> int:
+    """The predicted peak without the prefetched layer, which an eager trace never gathers ahead.
+
+    ``layer_gather`` holds two layers in the compute dtype, the one in use and the next; of each phase that has it, half
+    is taken out.
+    """
+    model, choice = traced_model(row), choice_of(row)
+    one_layer = 0 if choice.sharding == "fsdp_no_reshard" else max(model.shard_of(choice).layer_gather) // 2
+    tensors = tensor_bytes(model.estimate(choice))
+    return max(size - (one_layer if name in ("forward", "backward") else 0) for name, size in tensors.items())
 
 
 def quantile(values: list[float], share: float) -> float:

@@ -1,4 +1,4 @@
-"""The simulated peak against 64 published measurements of real runs, and against recorded out-of-memory failures."""
+"""The simulated peak against 54 published measurements of real runs, and against recorded out-of-memory failures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from statistics import median
 
 import pytest
 
+from benchmarks.accuracy import PAGE, page
 from tests.planner.replay import Replay, longest_length, quantile, replay, rows
 
 REPLAYED = [replay(row) for row in rows("measured")]
@@ -95,3 +96,8 @@ def test_longest_lengths(row: str, bound: float) -> None:
     error = longest_length(recorded) / recorded["measured"]["max_seq_len"] - 1
     assert abs(error) <= abs(bound)
     assert (error > 0) == (bound > 0)
+
+
+def test_the_page_says_what_is_so() -> None:
+    """`python benchmarks/accuracy.py --markdown` renews it."""
+    assert PAGE.read_text(encoding="utf-8") == page()

@@ -9,8 +9,7 @@ import pytest
 
 from planner.choice import Choice
 from planner.memory import MemoryModel
-from planner.sharding_memory import ShardingBytes
-from tests.planner.replay import choice_of, quantile, rows, tensor_bytes, traced_model
+from tests.planner.replay import choice_of, eager_peak, quantile, rows, traced_model, traced_peak
 
 RAN = [row for row in rows("traced") if not row.get("refused")]
 SHARDED = rows("traced_fsdp")
@@ -21,9 +20,8 @@ def one_card(row: dict[str, Any]) -> tuple[MemoryModel, Choice]:
 
 
 def peak_error(row: dict[str, Any]) -> float:
-    model, choice = one_card(row)
     seen: int = row["allocated_bytes"]
-    return max(tensor_bytes(model.estimate(choice)).values()) / seen - 1
+    return traced_peak(row) / seen - 1
 
 
 def test_there_is_something_to_compare() -> None:
@@ -77,20 +75,6 @@ def test_no_regime_hides_behind_the_median() -> None:
     assert {
         key: round(max(map(abs, errors)), 3) for key, errors in groups.items() if max(map(abs, errors)) > 0.04
     } == {}
-
-
-def eager_peak(row: dict[str, Any]) -> int:
-    """The predicted peak without the prefetched layer, which an eager trace never gathers ahead.
-
-    ``layer_gather`` holds two layers in the compute dtype, the one in use and the next; of each phase that has it, half
-    is taken out.
-    """
-    model, choice = one_card(row)
-    memory = model.estimate(choice)
-    shard: ShardingBytes = model.shard_of(choice)
-    one_layer = 0 if choice.sharding == "fsdp_no_reshard" else max(shard.layer_gather) // 2
-    tensors = tensor_bytes(memory)
-    return max(size - (one_layer if name in ("forward", "backward") else 0) for name, size in tensors.items())
 
 
 def test_peaks_of_one_rank_of_fsdp2() -> None:

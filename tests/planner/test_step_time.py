@@ -20,7 +20,7 @@ from planner.step_time import (
     TimeEstimate,
     TimeModel,
 )
-from tests.planner.published_times import LONG, UPGRADES, Run, Upgrade
+from tests.planner.published_times import LONG, PROFILED, UPGRADES, Run, Upgrade
 from tests.planner.replay import bundled, problem_of
 
 H100 = {"flops": 989.4e12, "fp32": 66.9e12, "bytes": 3.35e12}
@@ -89,13 +89,8 @@ def test_a_profiled_mixture_with_linear_attention_stays_outside() -> None:
 
     The bound holds the shortfall where it is known to be, so that a better count shows.
     """
-    run = Run(model="Qwen/Qwen3.6-35B-A3B", method="lora", lora_targets=("all-linear",), gpus=8)
-    job = {"model": run.model, "method": "lora", "seq_len": 4096, "machine": "8xH100-80GB"}
-    time = problem_of(job, stack={"trl": "1.12.0"}).judge.time
-    time.job = replace(time.job, padded=False)
-    found = time.estimate(run.choice("chunked_fp32"))
-    assert found is not None
-    assert 0.6 < found.step_s / 4.57 < 0.85
+    run, seen = PROFILED
+    assert 0.6 < run.estimate("chunked_fp32").step_s / seen < 0.85
 
 
 def model_of(
