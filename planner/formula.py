@@ -253,14 +253,9 @@ def _adapters(architecture: Architecture, kind: LayerKind, o: ActivationOptions)
     if o.adapter_bytes != o.compute_bytes or o.lora_dropout:
         copies = 2 if o.lora_dropout else 1
         return ranks + sum(m.count * m.tokens_share * copies * o.compute_bytes * m.in_features for m in modules)
-    attention_out = kind.heads * (kind.value_head_dim or kind.head_dim)
-    shared = {
-        (m.role, m.in_features, m.tokens_share)
-        for m in modules
-        if (m.role, m.in_features) != ("attention", attention_out)
-    }
-    if any(m.role == "attention" and m.in_features == architecture.hidden for m in modules):
-        shared.add(("attention", architecture.hidden, 1.0))
+    # The last projection reads attention's output, which is kept anyway.
+    last = next((m.name for m in reversed(kind.linears) if m.role == "attention"), None)
+    shared = {(m.role, m.in_features, m.tokens_share) for m in modules if (m.role, m.name) != ("attention", last)}
     return ranks + sum(o.compute_bytes * width * share for _, width, share in shared)
 
 

@@ -90,7 +90,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             note="row and column sums only",
         ),
         Optimizer(name="rmsprop", moment1=0, moment2=None, numerics=True),
-        Optimizer(name="adagrad", moment1=0, moment2=4, numerics=True, note="allocated at construction"),
+        Optimizer(name="adagrad", moment1=0, moment2=None, numerics=True, note="allocated at construction"),
         Optimizer(name="sgd", moment1=0, moment2=0, numerics=True),
     )
 }
