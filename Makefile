@@ -66,9 +66,9 @@ format: $(VENV)/.developed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# One thread for each of the two: threads that wait for each other spin, and two trainings at once would crawl.
+# One thread for each of the two, and none that spins while it waits: two trainings at once would crawl.
 test: check
-	$(RUN_OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+	$(RUN_OFFLINE) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses 2
 
 coverage: $(VENV)/.developed
 	$(RUN_OFFLINE) $(BIN)/coverage run -m pytest -m 'not launch'
