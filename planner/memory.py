@@ -220,6 +220,7 @@ class MemoryModel:
             adapter_bytes=adapter_bytes(choice),
             attention=choice.attention,
             masked=(padded or choice.packing) and choice.attention != "flash_attention_2",
+            quantised=choice.method == "qlora",
             mask_bias=self.hardware.device == "cuda",
         )
 
