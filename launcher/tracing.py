@@ -21,7 +21,6 @@ from planner.coefficients_json import (
     MODES,
     CoefficientDocument,
     is_masked,
-    is_quantised,
     option_key,
     pack_line,
     shape_hash,
@@ -64,6 +63,16 @@ def trace(
         EnvironmentLacks: the Python cannot be started or lacks torch or transformers.
         ProbeFailed: the child crashed or took too long.
     """
+    asked, request = request_for(architecture, options)
+    return document_of(architecture, asked, _ask(python or sys.executable, request, limit_s, progress))
+
+
+Asked = Sequence[tuple[str, bool]]
+"""(``option_key``, whether sequences inside the window are meant) for each set of a request."""
+
+
+def request_for(architecture: Architecture, options: Iterable[ActivationOptions]) -> tuple[Asked, dict[str, Any]]:
+    """(what is asked, the request that the child reads on stdin); sets that come to the same are asked once."""
     wanted = {option_key(architecture, o): o for o in options}
     window = window_of(architecture)
     asked: list[tuple[str, bool]] = []
@@ -71,15 +80,13 @@ def trace(
         asked.append((key, False))
         if _knows_window(window, chosen):
             asked.append((key, True))
-    request = {
+    return asked, {
         "config": architecture.config,
         "first_layers": [architecture.order.index(kind) for kind in range(len(architecture.kinds))],
         "window": window,
         "loops": any(kind.attention == "linear" for kind in architecture.kinds),
         "sets": [{"options": _plain(wanted[key]), "within": within} for key, within in asked],
     }
-    answer = _ask(python or sys.executable, request, limit_s, progress)
-    return _document(architecture, asked, answer)
 
 
 def _knows_window(window: int, options: ActivationOptions) -> bool:
@@ -88,13 +95,11 @@ def _knows_window(window: int, options: ActivationOptions) -> bool:
 
 
 def _plain(options: ActivationOptions) -> dict[str, object]:
-    plain: dict[str, object] = asdict(replace(options, masked=is_masked(options)))
-    return plain | {"quantised": is_quantised(options)}
+    return asdict(replace(options, masked=is_masked(options)))
 
 
-def _document(
-    architecture: Architecture, asked: Sequence[tuple[str, bool]], answer: Mapping[str, Any]
-) -> CoefficientDocument:
+def document_of(architecture: Architecture, asked: Asked, answer: Mapping[str, Any]) -> CoefficientDocument:
+    """The child's answer as it is stored."""
     found: dict[str, dict[bool, Mapping[str, Any]]] = {}
     for (key, within), entry in zip(asked, answer["sets"], strict=True):
         found.setdefault(key, {})[within] = entry

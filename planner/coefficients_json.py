@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from typing import Any, cast
 
 from planner.architecture import Architecture
@@ -42,7 +41,6 @@ class BadDocument(ValueError):
     """A document that is no ``trlfit.coefficients/1``; the message says what is wrong."""
 
 
-@lru_cache(maxsize=256)
 def shape_hash(architecture: Architecture) -> str:
     """What decides the layers' bytes, hashed: equal for every depth, vocabulary and name of the same layers."""
     config = architecture.config
@@ -81,23 +79,29 @@ def option_key(architecture: Architecture, options: ActivationOptions) -> str:
         named = targets if isinstance(targets, str) else ",".join(targets)
         words.append(f"lora-{'fp32' if options.adapter_bytes == 4 else 'bf16'}:{named}")
         words += ["dropout"] if options.lora_dropout else []
-        words += ["quantised"] if is_quantised(options) else []
-    words.append(options.attention)
-    masked = is_masked(options)
+        words += ["quantised"] if options.quantised else []
+    masked, window = is_masked(options), window_of(architecture)
+    words.append("sdpa" if runs_flash(architecture, options) else options.attention)
     words += ["masked"] if masked else []
-    if options.attention == "sdpa" and (masked or window_of(architecture)) and not options.mask_bias:
+    if options.attention == "sdpa" and (masked or window) and not options.mask_bias:
         words.append("cpu")
     return "/".join(words)
+
+
+def runs_flash(architecture: Architecture, options: ActivationOptions) -> bool:
+    """Whether SDPA and the flash-attn package come to the same: one causal kernel for every layer, no mask made."""
+    plain = all(
+        not (kind.attention_softcap or kind.attention_sinks)
+        and (kind.attention == "linear" or kind.head_dim == (kind.value_head_dim or kind.head_dim) <= 256)
+        for kind in architecture.kinds
+    )
+    fused = options.attention == "flash_attention_2" or (options.attention == "sdpa" and not options.masked)
+    return plain and fused and window_of(architecture) == 0 and options.compute_bytes == 2
 
 
 def is_masked(options: ActivationOptions) -> bool:
     """Whether padding changes what is allocated: flash attention unpads, eager attention makes a mask in any case."""
     return options.masked and options.attention == "sdpa"
-
-
-def is_quantised(options: ActivationOptions) -> bool:
-    """Whether the frozen linears are dequantised for every product."""
-    return bool(getattr(options, "quantised", False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +122,7 @@ class CoefficientDocument:
     def to_json(self) -> dict[str, Any]:
         """The document as it is stored."""
         out: dict[str, Any] = {"schema": SCHEMA} | {name: getattr(self, name) for name in _FIELDS}
+        out["kinds"] = list(self.kinds)
         out["versions"], out["sets"] = dict(sorted(self.versions.items())), dict(sorted(self.sets.items()))
         return out
 

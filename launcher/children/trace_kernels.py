@@ -32,6 +32,23 @@ def _flash(query, key, value, scale):
     return out[0]
 
 
+class _SecondBias(torch.autograd.Function):
+    """A second copy of the bias from attention's forward to its backward.
+
+    No operator shows it, two records of Gemma-3-1B on one H100 do: its longest length (107,520 tokens) and its peak at
+    8,192 tokens, TRL 1.15 on torch 2.11.
+    """
+
+    @staticmethod
+    def forward(ctx, out, bias):
+        ctx.save_for_backward(torch.empty_like(bias))
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
 def cuda_sdpa(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):  # the signature of torch.nn.functional.scaled_dot_product_attention
@@ -43,15 +60,16 @@ def cuda_sdpa(
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    bias = None
-    if attn_mask is not None:
-        bias = attn_mask
-        if bias.dtype == torch.bool:
-            lowest = torch.full((), float("-inf"), dtype=query.dtype)
-            bias = torch.where(bias, 0.0, lowest)
-        bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     efficient = _ATEN._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, bias, True, 0.0, is_causal, scale=scale)[0]
+    if attn_mask is None:
+        return efficient(query, key, value, None, True, 0.0, is_causal, scale=scale)[0]
+    bias = attn_mask
+    if bias.dtype == torch.bool:
+        lowest = torch.full((), float("-inf"), dtype=query.dtype)
+        bias = torch.where(bias, 0.0, lowest)
+    expanded = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    out = efficient(query, key, value, expanded, True, 0.0, is_causal, scale=scale)[0]
+    return _SecondBias.apply(out, bias)
 
 
 def flash_attention_2(

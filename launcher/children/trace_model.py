@@ -76,7 +76,7 @@ class Traced:
         self.model: torch.nn.Module = stack.body
         if options["lora_targets"] is not None:
             self.model = add_adapters(stack.body, options, r)
-        if options.get("quantised"):
+        if options["quantised"]:
             quantise(stack.layers)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.way = ShortWay(self.fake)
