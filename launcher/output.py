@@ -5,13 +5,37 @@ from __future__ import annotations
 import errno
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def print_json(document: Any) -> None:
     """One JSON document and nothing else, in UTF-8 whatever the terminal speaks."""
     _write(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
+
+
+def print_json_lines(document: Mapping[str, Any]) -> None:
+    """One large JSON object, as ``json_lines`` writes it."""
+    _write(json_lines(document), "utf-8")
+
+
+def json_lines(document: Mapping[str, Any]) -> str:
+    """A JSON object with a line for each field, and for each entry of a field that is a list of objects.
+
+    Indenting every level takes json's Python encoder, 5 ms for a plan, and ten times as many lines.
+    """
+    fields = (f" {_compact(name)}: {_field(value)}" for name, value in document.items())
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def _field(value: Any) -> str:
+    if not isinstance(value, list) or not any(isinstance(entry, dict) for entry in value):  # pyright: ignore[reportUnknownVariableType]
+        return _compact(value)
+    return "[\n" + ",\n".join("  " + _compact(entry) for entry in value) + "\n ]"  # pyright: ignore[reportUnknownVariableType]
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def print_text(text: str) -> None:

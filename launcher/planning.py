@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from launcher.errors import UsageError
 from launcher.flags import job_flags
@@ -18,11 +18,13 @@ from launcher.stack import resolve_stack
 from planner.adapters import TargetError
 from planner.job import MAX_GLOBAL_BATCH, Job
 from planner.machine import Machine
-from planner.one_choice import OneChoice, choose_one
 from planner.pins import PinError, parse_pins
 from planner.planning import PlanOutcome, RefusedJob, make_plan
 from planner.problem import PlanInput, hardware_of
 from profiles.cards import CardNotFound, CardProfile, card_for_nvml_name, find_card
+
+if TYPE_CHECKING:
+    from planner.one_choice import OneChoice
 
 Answer = TypeVar("Answer")
 
@@ -81,6 +83,8 @@ def choice_from_args(args: argparse.Namespace) -> OneChoice:
     Raises:
         TrlfitError: with the line and exit code for the user.
     """
+    from planner.one_choice import choose_one  # only the ledger needs it
+
     inputs = _with_pinned_batch(plan_inputs(*job_from_args(args), args.python, top=1))
     return _asked(choose_one, inputs)
 

@@ -13,6 +13,7 @@ from typing import Any
 from launcher.errors import ExitCode, TrlfitError, UsageError
 from launcher.job_file import read_text
 from launcher.model_config import resolve_architecture
+from launcher.output import json_lines
 from launcher.paths import runs_dir
 from launcher.planning import plan_from_args
 from launcher.run_folder import is_run_folder
@@ -77,7 +78,7 @@ def resolve_target(args: argparse.Namespace) -> Target:
         architecture=inputs.architecture,
         stack=inputs.stack,
         machine=inputs.machine,
-        plan_json=plan_text(document),
+        plan_json=json_lines(document),
         python=args.python or inputs.stack.python,
     )
     return Target(folder=args.output or free_folder(spec), spec=spec, plan=document)
@@ -90,11 +91,6 @@ def _check_suffix(job: Job) -> None:
         raise UsageError(
             f"data.dataset {shown(dataset)} is a file of no known kind; convert it to {', '.join(LOCAL_FORMATS)}"
         )
-
-
-def plan_text(document: Mapping[str, Any]) -> str:
-    """The document as it stands in plan.json."""
-    return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _chosen(document: dict[str, Any], number: int, top: int) -> dict[str, Any]:
@@ -152,7 +148,7 @@ def _from_plan(path: Path, args: argparse.Namespace) -> Target:
         architecture=resolve_architecture(plan.job.model),
         stack=plan.stack,
         machine=plan.machine,
-        plan_json=plan_text(document),
+        plan_json=json_lines(document),
         python=args.python or plan.stack.python,
     )
     return Target(folder=args.output or free_folder(spec), spec=spec, plan=document)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -106,6 +105,8 @@ def _given(value: object) -> str:
 
 def _nearest(loc: tuple[int | str, ...]) -> str:
     """The field that was meant, or where all are listed."""
+    import difflib  # 1 ms that only mistyped fields need
+
     model: Any = Job
     for part in loc[:-1]:
         fields = getattr(model, "model_fields", {})

@@ -43,9 +43,7 @@ class Card(_Document):
     compute_capability: str | None = None
     pcie_generation: int | None = None
     pcie_width: int | None = None
-    nvlink_peers: list[int] = Field(
-        default_factory=list[int], description="Indices of cards with an active NVLink to this one."
-    )
+    nvlink_peers: list[int] = Field(default=[], description="Indices of cards with an active NVLink to this one.")
     mig_mode: Literal["off", "on", "slice"] | None = None
     compute_share: float = Field(
         default=1.0,
@@ -64,12 +62,10 @@ class Card(_Document):
     temperature_c: int | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
-    processes: list[GpuProcess] = Field(default_factory=list[GpuProcess])
+    processes: list[GpuProcess] = Field(default=[])
     usable: bool = True
     problem: str | None = Field(default=None, description="One sentence when the card cannot be used.")
-    unknown: dict[str, str] = Field(
-        default_factory=dict, description="Field that could not be read -> why, in a sentence."
-    )
+    unknown: dict[str, str] = Field(default={}, description="Field that could not be read -> why, in a sentence.")
 
 
 class Host(_Document):
@@ -78,9 +74,7 @@ class Host(_Document):
     total_bytes: int = Field(ge=0)
     available_bytes: int = Field(ge=0)
     cores: int = Field(ge=1)
-    limits: list[str] = Field(
-        default_factory=list, description="What keeps a process below the whole host, in sentences."
-    )
+    limits: list[str] = Field(default=[], description="What keeps a process below the whole host, in sentences.")
 
 
 class Machine(_Document):
@@ -91,12 +85,12 @@ class Machine(_Document):
 
     origin: Literal["nvml", "named", "file", "cpu"]
     spec: str = Field(description="How the user named it: `local`, `cpu`, `8xH100-80GB`, a file name.")
-    cards: list[Card] = Field(default_factory=list[Card])
+    cards: list[Card] = Field(default=[])
     host: Host | None = Field(default=None, description="None for a named machine: the host's memory is not known.")
     nodes: int = Field(default=1, ge=1)
     driver_version: str | None = None
     cuda_version: str | None = None
-    notes: list[str] = Field(default_factory=list, description="Sentences about what could not be read, and why.")
+    notes: list[str] = Field(default=[], description="Sentences about what could not be read, and why.")
 
     @property
     def usable_cards(self) -> list[Card]:

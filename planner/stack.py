@@ -37,15 +37,13 @@ class Stack(BaseModel):
         description="Path of the training Python, None when the stack was only stated.",
     )
     python_version: str | None = None
-    versions: dict[str, str] = Field(
-        default_factory=dict, description="Package -> version; absent packages are left out."
-    )
-    origin: dict[str, Origin] = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default={}, description="Package -> version; absent packages are left out.")
+    origin: dict[str, Origin] = Field(default={})
     cuda: str | None = Field(
         default=None,
         description="CUDA version torch was built for; None for a CPU build or when not known.",
     )
-    notes: list[str] = Field(default_factory=list)
+    notes: list[str] = Field(default=[])
 
     @field_validator("versions")
     @classmethod
