@@ -49,7 +49,7 @@ class ActivationOptions:
     masked: bool = False
     """A 2-D mask is materialised for full-attention layers too: padded rows, or packed rows without flash attention."""
     quantised: bool = False
-    """Frozen linears are stored in 4 bits and dequantised for every product, which traces see and closed forms do not."""
+    """Frozen linears are stored in 4 bits and dequantised for every product; traces see that, closed forms do not."""
     mask_bias: bool = True
     """Masked SDPA makes a bias of the mask, as it does on CUDA; the CPU kernel reads the mask itself."""
 
