@@ -62,13 +62,23 @@ def group_blocks(
     return out
 
 
-def _role_bytes(block: Block, roles: RoleTable) -> dict[str, int]:
-    """Bytes on one GPU of the five roles of one group."""
+HOSTED = {
+    "weights": "params",
+    "gradients": "params",
+    "master": "optimizer",
+    "moment1": "optimizer",
+    "moment2": "optimizer",
+}
+"""Role -> the offload that moves it to the host."""
+
+
+def _role_bytes(block: Block, roles: RoleTable, choice: Choice) -> dict[str, int]:
+    """Bytes on one GPU of the five roles of one group; nothing of what is offloaded."""
     held = held_bytes(block, roles)
-    return {role: int(getattr(held, role)) for role in ("weights", "gradients", "master", "moment1", "moment2")}
+    return {role: 0 if target in choice.offload else int(getattr(held, role)) for role, target in HOSTED.items()}
 
 
-def _states_text(block: Block, roles: RoleTable, role: str) -> str:
+def _states_text(block: Block, roles: RoleTable, role: str, choice: Choice) -> str:
     """``8,190,735,360 x 4 B / 8 GPUs`` for one role over every fate that has it."""
     terms: list[str] = []
     counts = {
@@ -83,7 +93,13 @@ def _states_text(block: Block, roles: RoleTable, role: str) -> str:
         ranks = {"weights": r.weights_ranks, "gradients": r.gradients_ranks}.get(role, r.optimizer_ranks)
         if count and width:
             terms.append(f"{count:,} {fate} x {width:g} B" + (f" / {ranks} GPUs" if ranks > 1 else ""))
-    return " + ".join(terms) or "none"
+    where = ", on the host" if terms and HOSTED[role] in choice.offload else ""
+    return (" + ".join(terms) or "none") + where
+
+
+def reference_block(model: MemoryModel, choice: Choice) -> Block:
+    """The frozen copy of the model that preference trainers hold beside the policy."""
+    return Block(frozen=model.blocks(choice.method).num_parameters)
 
 
 class _Texts:
@@ -92,13 +108,15 @@ class _Texts:
     def __init__(self, model: MemoryModel, choice: Choice, roles: RoleTable) -> None:
         self.model, self.choice, self.roles = model, choice, roles
         self.total = model.blocks(choice.method).total
+        if model.job.reference_model:
+            self.total = self.total + reference_block(model, choice)
         self.coefficients = model.coefficients(choice)
         self.tokens = rank_tokens(model.job, choice)
 
     def formula(self, part: str, phase: str) -> str:
         """How the bytes of ``part`` come about in ``phase``."""
         if part in ("weights", "gradients", "master", "moment1", "moment2"):
-            text = _states_text(self.total, self.roles, part)
+            text = _states_text(self.total, self.roles, part, self.choice)
             return f"up to {text}, as far as backward has come" if part == "gradients" and phase == "backward" else text
         arch = self.model.job.architecture
         if part == "saved_activations":
@@ -146,6 +164,8 @@ def ledger(problem: Problem, candidate: Candidate) -> dict[str, Any]:
     job, choice, memory = problem.inputs.job, candidate.choice, problem.judge.memory_of(candidate)
     shared = problem.judge.memory.job
     groups = group_blocks(shared.architecture, choice.method, shared.lora_r, shared.lora_targets)
+    if shared.reference_model:
+        groups["reference"] = reference_block(problem.judge.memory, choice)
     texts = _Texts(problem.judge.memory, choice, memory.roles)
     return {
         "schema": LEDGER_SCHEMA,
@@ -159,8 +179,8 @@ def ledger(problem: Problem, candidate: Candidate) -> dict[str, Any]:
                 "group": name,
                 "parameters": block.trained + block.frozen + block.quantised + block.adapter,
                 "trainable": block.trainable,
-                "bytes": _role_bytes(block, memory.roles),
-                "formula": _states_text(block, memory.roles, "weights"),
+                "bytes": _role_bytes(block, memory.roles, choice),
+                "formula": _states_text(block, memory.roles, "weights", choice),
             }
             for name, block in groups.items()
         ],

@@ -72,19 +72,28 @@ def named_machine(spec: str, nodes: int = 1) -> Machine:
     return Machine(origin="named", spec=spec, cards=cards, nodes=nodes)
 
 
-def problem_of(job: dict[str, Any], *, stack: dict[str, str], nodes: int = 1) -> Problem:
-    """The planner's view of a job on a named machine."""
+def inputs_of(
+    job: dict[str, Any], *, stack: dict[str, str] | None = None, nodes: int = 1, machine: Machine | None = None
+) -> PlanInput:
+    """Everything resolved for a job, on the machine that it names unless another is given."""
     parsed = Job.model_validate({**job, "nodes": nodes})
-    return make_problem(
-        PlanInput(
-            job=parsed,
-            machine=named_machine(parsed.machine, nodes),
-            stack=Stack(versions=stack),
-            architecture=bundled(parsed.model),
-            profile=find_card(parsed.machine.partition("x")[2]),
-            source=formula_coefficients,
-        )
+    cards = machine.usable_cards if machine else None
+    named = parsed.machine.partition("x")[2] if cards is None else (cards[0].card_id if cards else None)
+    return PlanInput(
+        job=parsed,
+        machine=machine or named_machine(parsed.machine, nodes),
+        stack=Stack(versions=stack or {}),
+        architecture=bundled(parsed.model),
+        profile=find_card(named) if named else None,
+        source=formula_coefficients,
     )
+
+
+def problem_of(
+    job: dict[str, Any], *, stack: dict[str, str] | None = None, nodes: int = 1, machine: Machine | None = None
+) -> Problem:
+    """The planner's view of a job."""
+    return make_problem(inputs_of(job, stack=stack, nodes=nodes, machine=machine))
 
 
 def choice_of(row: Row) -> Choice:

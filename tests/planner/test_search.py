@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 
 from planner.choice import Choice
-from planner.job import Job
 from planner.machine import Card, Host, Machine
-from planner.problem import PlanInput, Problem, make_problem
+from planner.problem import Problem, make_problem
 from planner.rules import all_refusals, first_refusal
 from planner.search import NEAR_MISSES, Candidate, SearchResult, distinct, rank, search
 from planner.space import frames
-from planner.stack import Stack
 from profiles.cards import CardProfile, find_card
-from tests.planner.replay import bundled, named_machine
+from tests.planner.replay import inputs_of, named_machine
 
 GIB = 2**30
 MODELS = (
@@ -47,16 +45,13 @@ def problem(
     job: dict[str, Any],
     stack: dict[str, str] | None = None,
 ) -> Problem:
-    parsed = Job.model_validate({"machine": machine.spec, "nodes": machine.nodes, **job})
-    return make_problem(
-        PlanInput(
-            job=parsed,
-            machine=machine,
-            stack=Stack(versions=stack if stack is not None else STACKS[-1]),
-            architecture=bundled(parsed.model),
-            profile=profile,
-        )
+    inputs = inputs_of(
+        {"machine": machine.spec, **job},
+        stack=stack if stack is not None else STACKS[-1],
+        nodes=machine.nodes,
+        machine=machine,
     )
+    return make_problem(replace(inputs, profile=profile))
 
 
 @cache
