@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from launcher.log_evidence import Failure, LogEvidence, Raised, Shortage, guess_phase, read_shortage
 from launcher.run_metrics import Metrics, Predicted
-from planner.units import format_bytes, format_gib, format_seconds
+from planner.units import format_bytes, format_seconds
 
 Kind = Literal[
     "done", "out_of_memory", "configuration_error", "data_error", "hung", "killed", "node_lost",

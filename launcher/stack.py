@@ -149,7 +149,7 @@ def _look_here() -> dict[str, Any]:
     }
     for folder in dict.fromkeys(sys.path):
         try:
-            names = os.listdir(folder or ".")
+            names = os.listdir(folder or ".")  # noqa: PTH208  a Path for each of hundreds of names is time lost
         except OSError:
             continue
         for match in filter(None, map(_METADATA_FOLDER.match, names)):

@@ -212,7 +212,8 @@ def test_the_table(tmp_path: Path) -> None:
     append_start(record(tmp_path / "a", name="a"))
     assert table_rows(history_rows()) == [
         ("run", "model", "plan", "state", "predicted", "seen", "err", "pred s", "seen", "err", "took", "loss"),
-        ("b", "Qwen3-8B", "full fsdp 2", "done", "50.0 GiB", "51.0 GiB", "+2.0%", "2.00", "2.10", "+5.0%", "75.0 s", "1.250"),
+        ("b", "Qwen3-8B", "full fsdp 2", "done", "50.0 GiB", "51.0 GiB", "+2.0%", "2.00", "2.10", "+5.0%", "75.0 s",
+         "1.250"),
         ("a (gone)", "-", "-", "unknown", "-", "-", "-", "-", "-", "-", "-", "-"),
     ]  # fmt: skip
 
