@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -122,14 +121,14 @@ def keep(document: CoefficientDocument) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    handle, beside = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=".part", dir=path.parent)
+    beside = path.with_name(f".{path.stem}.{os.getpid()}-{time.monotonic_ns()}.part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with beside.open("x", encoding="utf-8") as file:
             file.write(text)
-        Path(beside).replace(path)
+        beside.replace(path)
     except BaseException:
         with suppress(OSError):
-            Path(beside).unlink()
+            beside.unlink()
         raise
 
 

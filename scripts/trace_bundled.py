@@ -17,9 +17,9 @@ sys.path.insert(0, str(ROOT))
 
 from launcher.coefficient_store import default_options  # noqa: E402
 from launcher.tracing import trace  # noqa: E402
-from planner.coefficients_json import CoefficientDocument  # noqa: E402
+from planner.coefficients_json import CoefficientDocument, option_key  # noqa: E402
 from planner.config_reader import read_architecture  # noqa: E402
-from profiles.coefficients import FOLDER, SHAPE_DIGITS  # noqa: E402
+from profiles.coefficients import FOLDER, SHAPE_DIGITS, find_coefficients  # noqa: E402
 from profiles.models import find_model  # noqa: E402
 
 MODELS = """
@@ -37,13 +37,20 @@ openai/gpt-oss-20b
 LARGEST_BYTES = 40_000
 
 
-def trace_model(model_id: str) -> CoefficientDocument:
-    """Trace one bundled model under the default sets."""
+def trace_model(model_id: str, words: str) -> CoefficientDocument:
+    """Trace one bundled model under those default sets whose key holds ``words``."""
     model = find_model(model_id)
     if model is None:
         raise SystemExit(f"{model_id} is not bundled: see profiles/models")
     architecture = read_architecture(model.config, model=model.id, origin="bundled")
-    return trace(architecture, default_options(architecture), limit_s=3600)
+    wanted = [o for o in default_options(architecture) if words in option_key(architecture, o)]
+    traced = trace(architecture, wanted, limit_s=3600)
+    data = find_coefficients(traced.shape)
+    if words and data is not None:
+        known = CoefficientDocument.from_json(data)
+        if known.versions == traced.versions:
+            return known.merged(traced)
+    return traced
 
 
 def write(document: CoefficientDocument) -> Path:
@@ -60,13 +67,14 @@ def main() -> int:
     """Trace what is asked for, or everything."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", help="bundled ids; all of the list when left out")
+    parser.add_argument("--sets", default="", help="only sets whose key holds this, such as fp32+bf16; others stay")
     parser.add_argument("--missing", action="store_true", help="leave alone what is there")
     args = parser.parse_args()
     for model_id in args.models or MODELS.split():
         if args.missing and list(FOLDER.glob(f"{model_id.replace('/', '--')}.*.json")):
             continue
         started = time.monotonic()
-        document = trace_model(model_id)
+        document = trace_model(model_id, args.sets)
         path = write(document)
         size = path.stat().st_size
         refused = {entry["refused"] for entry in document.sets.values() if "refused" in entry}

@@ -14,7 +14,8 @@ Line = tuple[float, float, float]
 
 NEGLIGIBLE = 1e-4
 """Share of a value below which a term is noise (allocation rounding)."""
-_SAMPLES = tuple((t * rows, t) for t in (64, 256, 1024, 2048, 4096, 8192, 16384, 65536, 262144) for rows in (1, 8))
+_LENGTHS = [2**power * half // 2 for power in range(7, 19) for half in (2, 3)]
+_SAMPLES = tuple((length * rows, length) for length in _LENGTHS for rows in (1, 8))
 
 
 def at(line: Line, tokens: float, sequence: float) -> float:
@@ -79,7 +80,7 @@ def partners(runs: Sequence[Sequence[str]]) -> tuple[int, int]:
 def envelope(lines: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
     """The fewest of ``lines`` whose highest is within a thousandth of the highest of all.
 
-    Looked at from 64 to 262,144 tokens, in one sequence and in a batch of eight.
+    Looked at from 128 to 393,216 tokens in steps of a half, in one sequence and in a batch of eight.
     """
     kept: list[tuple[float, ...]] = []
     while True:

@@ -136,9 +136,7 @@ class Traced:
             yield
             return
         if mode == "selective":
-            from trl.models.selective_activation_checkpointing import enable_selective_activation_checkpointing
-
-            enable_selective_activation_checkpointing(body)
+            _selective()(body)
         body.gradient_checkpointing_enable({"use_reentrant": False})
         try:
             yield
@@ -224,8 +222,7 @@ class Fitted:
         aligned, middle = self._moments(runs)
         lines = [self._in_r(fit(self.lengths, values[:count]), values, values[count:]) for values in aligned]
         if middle:
-            found = chords(self.lengths, middle[:count])
-            lines += [self._in_r(line, middle, middle[count:]) for line in found]
+            lines += [self._in_r(line, middle, middle[count:]) for line in chords(self.lengths, middle[:count])]
         highest = envelope(lines)
         length = self.lengths[-1]
         predicted = max(at(line[:3], length, length) for line in highest)
@@ -236,7 +233,8 @@ class Fitted:
         """(each moment that all lengths share, at every length; the highest of the others at every length).
 
         A loop over chunks runs more often at more tokens. Moments before and after it have partners, as long as they
-        are affine; those of the loop itself have none, so their highest stands for them together.
+        are affine; those of the loop itself have none, so their highest stands for them together. At the shortest
+        length the loop may be too short to leave any.
         """
         operators = [[operator for operator, _ in run] for run in runs]
         if all(names == operators[0] for names in operators):
@@ -245,7 +243,12 @@ class Fitted:
         starts = self._while_affine([[run[index][1] for run in runs] for index in range(first)])
         ends = self._while_affine([[run[-1 - index][1] for run in runs] for index in range(last)])
         rest = [[live for _, live in run[len(starts) : len(run) - len(ends)]] for run in runs]
-        return starts + ends, [max(run, default=0) for run in rest]
+        highest = [max(run, default=0) for run in rest]
+        count = len(self.steps)
+        for first, second in ((0, 1), (count, count + 1)):
+            if len(highest) > second and not rest[first]:
+                highest[first] = highest[second] * self.lengths[0] // self.lengths[1]
+        return starts + ends, highest
 
     def _while_affine(self, moments: list[list[int]]) -> list[list[int]]:
         length, count = self.lengths[-1], len(self.steps)
@@ -266,6 +269,15 @@ class Fitted:
             "attention_backward": self.highest(f"{name}.attention", "backward", position, attention=True),
             "work": {part: line for part, line in work.items() if any(line)},
         }
+
+
+def _selective():
+    """TRL's own switch for selective recompute, None where this TRL has none: no plan asks for it then."""
+    try:
+        from trl.models.selective_activation_checkpointing import enable_selective_activation_checkpointing
+    except ImportError:
+        return None
+    return enable_selective_activation_checkpointing
 
 
 def lengths_of(request: Mapping[str, Any], options: Mapping[str, Any], *, within: bool) -> tuple[int, ...]:
@@ -296,6 +308,10 @@ def trace_set(request: Mapping[str, Any], options: Mapping[str, Any], *, within:
     not_affine: list[str] = []
     with gpu_kernels(cpu_attention=not options["mask_bias"]):
         for mode in MODES:
+            if mode == "selective" and _selective() is None:
+                for layer in layers:
+                    layer[mode] = layer["full"]
+                continue
             with bodies[0].recomputing(mode):
                 steps = [bodies[0].step(length) for length in lengths]
             wide: list[Step] = []

@@ -53,6 +53,7 @@ class Tracker(TorchDispatchMode):
         self._live: dict[int, tuple[int, int]] = {}
         self._hidden: dict[int, tuple[int, int, bool]] = {}
         self.live_bytes = 0
+        self._freed_casts = 0
         self.owner = BEFORE
         self.backward = False
         self.timelines: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
@@ -65,7 +66,7 @@ class Tracker(TorchDispatchMode):
         """From here on storages belong to ``owner``, and the timeline is that layer's."""
         if self.backward:
             self._hide_gradients()
-        self.owner, self.backward = owner, backward
+        self.owner, self.backward, self._freed_casts = owner, backward, 0
         self._timeline = self.timelines["backward" if backward else "forward", owner]
 
     def attention_runs_backward(self, owner: int) -> None:
@@ -96,7 +97,10 @@ class Tracker(TorchDispatchMode):
         found = self._live.pop(key, None)
         if found is not None:
             self.live_bytes -= found[0]
-        self._hidden.pop(key, None)
+        hidden = self._hidden.pop(key, None)
+        if hidden is not None and self.backward and hidden[1] == self.owner:
+            # The plan counts a layer's copies until its backward is over; here they go one by one.
+            self._freed_casts += hidden[0]
 
     def _add(self, tensor: torch.Tensor, cast_of: bool | None, name: str) -> None:
         storage = tensor.untyped_storage()
@@ -110,7 +114,7 @@ class Tracker(TorchDispatchMode):
             return
         self._live[key] = (size, self.owner)
         self.live_bytes += size
-        self._timeline.append((name, self.live_bytes))
+        self._timeline.append((name, self.live_bytes - self._freed_casts))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
