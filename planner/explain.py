@@ -95,6 +95,11 @@ def peak_sentence(memory: MemoryEstimate) -> str:
     )
 
 
+def _pace(candidate: Candidate) -> float:
+    """Seconds per sequence: cards that no longer share one read others, so steps alone do not compare."""
+    return candidate.step_s / candidate.choice.global_batch
+
+
 def why(judge: Judge, candidate: Candidate) -> list[str]:
     """Short reasons: what binds, and for each lever what happens without it."""
     reasons = [peak_sentence(judge.memory_of(candidate))]
@@ -102,8 +107,8 @@ def why(judge: Judge, candidate: Candidate) -> list[str]:
         neighbour = judge.judge(other, candidate.alters)
         if not neighbour.fits:
             reasons.append(f"without {lever}: {shortage(judge.memory_of(neighbour))}")
-        elif neighbour.step_s > candidate.step_s * 1.001:
-            slower = neighbour.step_s / candidate.step_s - 1
+        elif _pace(neighbour) > _pace(candidate) * 1.001:
+            slower = _pace(neighbour) / _pace(candidate) - 1
             reasons.append(
                 f"without {lever}: fits, but {slower:.0%} slower"
                 if slower < 10

@@ -23,7 +23,8 @@ from planner.choice import (
 from planner.hardware import Hardware
 
 CP_FROM_TOKENS = 8192
-"""Shorter sequences are never split over cards unless pinned: the ring costs more than it frees."""
+"""Shorter sequences are split over cards only when pinned, or when there are fewer of them than cards: the ring costs
+more than it frees."""
 MAX_MICRO_BATCH = 256
 
 
@@ -82,18 +83,17 @@ def numerics_options(options: SpaceOptions, hardware: Hardware) -> list[Numerics
 
 
 def _pinned_numerics(found: list[Numerics], pins: dict[str, Any]) -> list[Numerics]:
-    """Numerics that obey the pins. A pin is the user's own word, so what it sets alters nothing."""
+    """Numerics that obey the pins. A pin is the user's own word, so what it alone sets alters nothing."""
     changes = {knob: pins[knob] for knob in ("weights", "mixed_precision", "optimizer") if knob in pins}
     if not changes:
         return found
     kept: dict[tuple[str, str, str], Numerics] = {}
     for numerics in found:
-        agrees = all(getattr(numerics, knob) == value for knob, value in changes.items())
-        alters = numerics.alters if agrees and numerics.alters == "nothing" else "nothing"
-        changed = replace(numerics, **changes, alters=alters)
-        open_knobs_default = numerics.alters == "nothing" or agrees
-        if open_knobs_default:
-            kept.setdefault((changed.weights, changed.mixed_precision, changed.optimizer), changed)
+        dtypes = (("weights", numerics.weights), ("mixed_precision", numerics.mixed_precision))
+        if numerics.alters == "numerics" and any(changes.get(knob, value) != value for knob, value in dtypes):
+            continue
+        changed = replace(numerics, **changes)
+        kept.setdefault((changed.weights, changed.mixed_precision, changed.optimizer), changed)
     return list(kept.values())
 
 
@@ -153,7 +153,7 @@ def _layouts(num_gpus: int, hardware: Hardware, options: SpaceOptions) -> Iterat
 def _sequence_splits(num_gpus: int, sharding: str, options: SpaceOptions) -> list[tuple[int, int]]:
     pins = options.pins
     splits = [(1, 1)]
-    if options.seq_len >= CP_FROM_TOKENS and num_gpus > 1:
+    if num_gpus > 1 and (options.seq_len >= CP_FROM_TOKENS or options.global_batch < num_gpus):
         if sharding in FSDP2:
             splits += [(d, 1) for d in _divisors(num_gpus) if d > 1]
         if sharding in ZERO:

@@ -121,12 +121,22 @@ def test_a_pin_is_the_users_own_word(pins: dict[str, Any], expected: list[tuple[
     assert numerics(pins=pins) == expected
 
 
-def test_pins_beside_allowed_numerics() -> None:
-    found = numerics(pins={"weights": "bf16"}, allow_numerics=True, optimizers_8bit=("adamw_bnb_8bit",))
-    assert ("bf16", "bf16", FUSED, "nothing") in found
-    assert all(weights == "bf16" for weights, *_ in found)
-    # One entry a combination: what two options come to under the pin is asked once.
-    assert len({n[:3] for n in found}) == len(found)
+def test_what_is_allowed_beside_a_pin_still_alters() -> None:
+    """Weights pinned to bf16 say nothing of the precision without autocast, nor of 8-bit states."""
+    both: dict[str, Any] = {"allow_numerics": True, "optimizers_8bit": ("adamw_bnb_8bit",)}
+    assert numerics(pins={"weights": "bf16"}, **both) == [
+        ("bf16", "bf16", FUSED, "nothing"),
+        ("bf16", "no", FUSED, "numerics"),
+        ("bf16", "no", "adamw_bnb_8bit", "numerics"),
+    ]
+    assert numerics(pins={"optimizer": "sgd"}, **both) == [
+        ("fp32", "bf16", "sgd", "nothing"),
+        ("bf16", "no", "sgd", "numerics"),
+    ]
+    assert numerics(pins={"mixed_precision": "bf16"}, **both) == [
+        ("fp32", "bf16", FUSED, "nothing"),
+        ("fp32", "bf16", "adamw_bnb_8bit", "numerics"),
+    ]
 
 
 def test_shardings_by_number_of_gpus() -> None:
@@ -163,6 +173,8 @@ def test_long_sequences_are_split_over_cards() -> None:
     assert {c.cp for c in long if c.sharding == "fsdp" and c.num_gpus == 8} == {1, 2, 4, 8}
     assert {c.sp for c in long if c.sharding == "zero3" and c.num_gpus == 8} == {1, 2, 4, 8}
     assert {c.sp for c in long if c.sharding == "ddp"} == {1}
+    # One short sequence and eight cards: only together can they read it.
+    assert {c.cp for c in choices(hardware(), seq_len=512, global_batch=1) if c.sharding == "fsdp"} == {1, 2, 4, 8}
     pinned = choices(hardware(), seq_len=512, pins={"cp": 2, "gpus": 8})
     assert {(c.cp, c.sp) for c in pinned} == {(2, 1)}
 
