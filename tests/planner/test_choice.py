@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.choice import LOSS_PATHS, OFFLOAD_TARGETS, RECOMPUTES, SHARDINGS, Choice
@@ -54,6 +54,7 @@ choices = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(choices)
 def test_json_and_back(choice: Choice) -> None:
     data = choice.to_json()

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from planner.longest import STEP_TOKENS, longest, longest_with
+from planner.longest import MAX_TOKENS, STEP_TOKENS, longest, longest_with
+from planner.machine import Machine
 from planner.problem import make_problem, with_job
 from planner.search import search
 from tests.planner.replay import inputs_of
@@ -77,6 +78,13 @@ def test_nothing_fits_at_all() -> None:
     assert tokens == 0
     assert stairs[0].to_json() == {"lever": "no lever", "tokens": 0, "choice": None}
     assert longest_with(inputs_of(job, stack=STACK), {}) == (0, None)
+
+
+def test_a_machine_of_unknown_memory_ends_somewhere() -> None:
+    machine = Machine(origin="cpu", spec="cpu")
+    job = {"model": "Qwen/Qwen3-0.6B", "machine": "cpu", "global_batch": 1, "goal": "longest"}
+    tokens, _ = longest_with(inputs_of(job, stack=STACK, machine=machine), {})
+    assert tokens == MAX_TOKENS == 16_777_216
 
 
 @pytest.mark.parametrize("pinned", ["none", "full"])

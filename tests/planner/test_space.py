@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.choice import Choice
@@ -271,6 +271,7 @@ def test_micro_batches(batch: int, ranks: int, changes: dict[str, Any], expected
     assert micro_batches(options(global_batch=batch, **changes), ranks) == expected
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 64))
 def test_the_global_batch_is_kept_exactly(batch: int, ranks: int) -> None:
     found = micro_batches(options(global_batch=batch), ranks)
