@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 import traceback
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from launcher.diagnostics import report_error
+from launcher.diagnostics import forget, report_error
 from launcher.errors import ExitCode, TrlfitError
 from launcher.flags import DESCRIPTION, EPILOG, Parser, add_job_flags, count, tokens
 from launcher.output import print_text
@@ -177,10 +176,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
         # The reader went away (`trlfit plan | head`): nothing is left to say.
-        _forget_stdout()
+        forget(sys.stdout)
         return ExitCode.DONE
     except OSError as error:
-        _forget_stdout()
+        forget(sys.stdout)
         where = f" {error.filename!r}" if error.filename else ""
         report_error(f"the system refused{where}: {error.strerror or error}")
         return ExitCode.ENVIRONMENT
@@ -217,9 +216,3 @@ def _without_plugins() -> None:
     loader = ModuleType("pydantic.plugin._loader", "No plugins.")
     setattr(loader, "get_plugins", tuple)  # noqa: B010  # a module that the checkers do not know
     sys.modules.setdefault(loader.__name__, loader)
-
-
-def _forget_stdout() -> None:
-    """Let what could not be written go nowhere: Python would try again at exit, and print that it failed."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 from collections.abc import Set
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,7 +40,8 @@ def run_write(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"folder": str(target.folder), "files": files})
     else:
-        print_text(f"{target.folder}: {', '.join(files)}\nstart it with `bash {target.folder}/command.sh`")
+        script = shlex.quote(str(target.folder / "command.sh"))
+        print_text(f"{target.folder}: {', '.join(files)}\nstart it with `bash {script}`")
     return ExitCode.DONE
 
 
@@ -107,21 +109,31 @@ def run_launch(args: argparse.Namespace) -> int:
         _narrate_plan(target)
     elif not args.no_check:
         _check_settings(target.folder, args.python, frozenset())
-    command = f"bash {target.folder}/command.sh"
+    command = f"bash {shlex.quote(str(target.folder / 'command.sh'))}"
     if args.dry_run:
         _say(args, {"folder": str(target.folder), "command": command, "started": False}, f"would run: {command}")
         return ExitCode.DONE
-    handle = start_run(target.folder, detach=args.detach)
-    if args.detach:
-        watch = f"trlfit watch {target.folder}"
-        _say(
-            args,
-            {"folder": str(target.folder), "command": command, "started": True, "pid": handle.record.supervisor_pid},
-            f"{target.folder}: started; `{watch}` follows it, `trlfit stop {target.folder}` ends it",
-        )
-        return ExitCode.DONE
-    report_note(f"{target.folder}: started; Ctrl-C leaves it running")
-    return _follow(target.folder, json=args.json)
+    try:
+        handle = start_run(target.folder, detach=args.detach)
+        if args.detach:
+            _say(
+                args,
+                {
+                    "folder": str(target.folder),
+                    "command": command,
+                    "started": True,
+                    "pid": handle.record.supervisor_pid,
+                },
+                f"{target.folder}: started; {_hints(target.folder)}",
+            )
+            return ExitCode.DONE
+        report_note(f"{target.folder}: started; Ctrl-C leaves it running")
+        return _follow(target.folder, json=args.json)
+    except KeyboardInterrupt:
+        # Before the follower's own handler stands: the run may be up already, and then its user must know.
+        if run_state(target.folder).stage == "running":
+            return _left_running(target.folder)
+        raise
 
 
 def _say(args: argparse.Namespace, document: dict[str, Any], text: str) -> None:
@@ -151,9 +163,18 @@ def _check_is_here(spec: RunSpec) -> None:
 def _follow(folder: Path, *, json: bool) -> int:
     state = narrate(folder, report_note)
     if state is None:
-        report_note(f"left running; `trlfit watch {folder}` follows it again, `trlfit stop {folder}` ends it")
-        return ExitCode.INTERRUPTED
+        return _left_running(folder)
     return _closing(state, json=json)
+
+
+def _left_running(folder: Path) -> int:
+    report_note(f"left running; {_hints(folder)}")
+    return ExitCode.INTERRUPTED
+
+
+def _hints(folder: Path) -> str:
+    name = shlex.quote(str(folder))
+    return f"`trlfit watch {name}` follows it, `trlfit stop {name}` ends it"
 
 
 def _closing(state: RunState, *, json: bool) -> int:
