@@ -205,7 +205,6 @@ class LayerWalker:
         "_depth",
         "_forward",
         "_last",
-        "_persisting",
         "backward_casts",
         "forward_casts",
     )
@@ -222,38 +221,26 @@ class LayerWalker:
         """
         self._depth = depth
         kinds = [shape.kind for shape in depth.shapes]
-        casts = [states.cast_bytes[kind] for kind in kinds]
+        gather, ring = [float(shard.layer_gather[k]) for k in kinds], [float(shard.ring[k]) for k in kinds]
+        casts = [states.cast_bytes[k] for k in kinds]
         # Layers without recompute save their copies for backward; a recomputed layer kept none.
         held = [0.0 if shape.recompute != "none" else cast for cast, shape in zip(casts, depth.shapes, strict=True)]
-        added = [0.0 if accumulates else states.layer_gradients[kind] for kind in kinds]
-        self._persisting = states.all_gradients if accumulates else 0.0
+        added = [0.0 if accumulates else states.layer_gradients[k] for k in kinds]
+        persisting, tail = (states.all_gradients, 0.0) if accumulates else (0.0, states.tail_gradients)
+        made, buckets = tail + _times(depth.totals, added), float(shard.rest_buckets)
         self.forward_casts, self.backward_casts = _times(depth.totals, casts), _times(depth.totals, held)
-        forward: list[_Station] = []
-        for shape, before in depth.forward:
-            kind = kinds[shape]
-            gather = float(shard.layer_gather[kind] + shard.root_forward)
-            # Autocast's copies of the weights used so far stay cached.
-            cached = _times(before, casts) + casts[shape]
-            ring = float(shard.ring[kind])
-            forward.append(_Station(shape, before, self._persisting, gather, ring, shard.rest_buckets, cached))
-        tail = 0.0 if accumulates else states.tail_gradients
-        made = tail + _times(depth.totals, added)
+        # Autocast's copies of the weights used so far stay cached.
+        self._forward = tuple(
+            _Station(s, n, persisting, gather[s] + shard.root_forward, ring[s], buckets, _times(n, casts) + casts[s])
+            for s, n in depth.forward
+        )
         backward: list[_Station] = []
-        for shape, before in depth.backward:
-            kind = kinds[shape]
-            own = (*before[:shape], before[shape] + 1, *before[shape + 1 :])
-            backward.append(
-                _Station(
-                    shape,
-                    own,
-                    self._persisting + made - _times(own, added),
-                    float(shard.layer_gather[kind] + shard.root_backward),
-                    float(shard.ring[kind]),
-                    float(shard.rest_buckets + shard.layer_reduce[kind]),
-                    _times(own, held),
-                )
-            )
-        self._forward, self._backward = tuple(forward), tuple(backward)
+        for s, before in depth.backward:
+            kept = (*before[:s], before[s] + 1, *before[s + 1 :])
+            gradients, reduced = persisting + made - _times(kept, added), buckets + shard.layer_reduce[kinds[s]]
+            whole = gather[s] + shard.root_backward
+            backward.append(_Station(s, kept, gradients, whole, ring[s], reduced, _times(kept, held)))
+        self._backward = tuple(backward)
         # The embedding's gradient comes last. Tied to the head, it is added out of place to the one that exists: both
         # and their sum live at once. One that accumulates is there already.
         last = 0.0 if accumulates else made + states.embedding_gradients * (2.0 if tied else 1.0)
