@@ -84,7 +84,8 @@ def numerics_options(options: SpaceOptions, hardware: Hardware) -> list[Numerics
 
 def _pinned_numerics(found: list[Numerics], pins: dict[str, Any]) -> list[Numerics]:
     """Numerics that obey the pins. A pin is the user's own word, so what it alone sets alters nothing."""
-    changes = {knob: pins[knob] for knob in ("weights", "mixed_precision", "optimizer") if knob in pins}
+    knobs = ("weights", "mixed_precision", "optimizer")
+    changes: dict[str, Any] = {knob: pins[knob] for knob in knobs if knob in pins}
     if not changes:
         return found
     kept: dict[tuple[str, str, str], Numerics] = {}
