@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import EnvironmentLacks, TrlfitError, UsageError
-from launcher.validation_text import shown
+from launcher.validation_text import MAX_PATH, shown
 from planner.architecture import Architecture
 from planner.config_reader import UnreadableConfig, read_architecture
 from profiles.models import find_model, nearest
@@ -40,12 +40,12 @@ def resolve_architecture(model: str) -> Architecture:
     if exists:
         return _from_path(model, path)
     if model.startswith((".", "/", "~")) or model.endswith(".json"):
-        raise UsageError(f"model {shown(model)}: no such file or folder")
+        raise UsageError(f"model {shown(model, MAX_PATH)}: no such file or folder")
     bundled = find_model(model)
     if bundled is not None:
         return _read(bundled.config, model=bundled.id, origin="bundled", where=model)
     if not HUB_ID.match(model):
-        raise UsageError(f"model {shown(model)} is neither a path nor a hub id such as Qwen/Qwen3-8B")
+        raise UsageError(f"model {shown(model, MAX_PATH)} is neither a path nor a hub id such as Qwen/Qwen3-8B")
     cached = _cached_config(model)
     if cached is not None:
         return _read(_load(cached), model=model, origin="hub cache", where=model)

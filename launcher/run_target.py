@@ -18,7 +18,7 @@ from launcher.paths import runs_dir
 from launcher.planning import plan_from_args
 from launcher.run_folder import is_run_folder
 from launcher.run_spec import LOCAL_FORMATS, RunSpec, dataset_builder
-from launcher.validation_text import shown
+from launcher.validation_text import MAX_PATH, shown
 from planner.choice import Choice
 from planner.job import Job
 from planner.search import distinct
@@ -89,7 +89,7 @@ def _check_suffix(job: Job) -> None:
     dataset = job.data.dataset
     if dataset and dataset_builder(job) is None and Path(dataset).expanduser().is_file():
         raise UsageError(
-            f"data.dataset {shown(dataset)} is a file of no known kind; convert it to {', '.join(LOCAL_FORMATS)}"
+            f"data.dataset {shown(dataset, MAX_PATH)} is a file of no known kind; convert it to {', '.join(LOCAL_FORMATS)}"
         )
 
 

@@ -13,6 +13,8 @@ from planner.job import Job
 
 MAX_SHOWN = 60
 """Characters of the user's own text that an error line repeats."""
+MAX_PATH = 200
+"""Characters of a path: whoever typed it must recognise it."""
 
 WANTED = {
     "int_type": "give a whole number",
@@ -46,13 +48,16 @@ EXAMPLES = {
 """Fields that hold more than one value, as a job file writes them."""
 
 
-def shown(value: object) -> str:
-    """``value`` as Python writes it, cut to what fits on a line; text of any size and numbers of any length."""
+def shown(value: object, limit: int = MAX_SHOWN) -> str:
+    """``value`` as Python writes it, cut to what fits on a line: a Path at its beginning, all else at the end."""
+    limit = MAX_PATH if isinstance(value, Path) else limit
     try:
         text = repr(str(value) if isinstance(value, Path) else value)
     except (ValueError, RecursionError):  # more digits than Python prints
         return "something too long to print"
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+    if len(text) <= limit:
+        return text
+    return f"{text[0]}...{text[4 - limit :]}" if isinstance(value, Path) else text[: limit - 3] + "..."
 
 
 def validation_line(error: ValidationError, where: str, flag_names: Mapping[str, str] | None = None) -> str:
