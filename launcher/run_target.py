@@ -88,9 +88,8 @@ def _check_suffix(job: Job) -> None:
     """A file that lies here is meant as a file, even where its name could be a hub id."""
     dataset = job.data.dataset
     if dataset and dataset_builder(job) is None and Path(dataset).expanduser().is_file():
-        raise UsageError(
-            f"data.dataset {shown(dataset, MAX_PATH)} is a file of no known kind; convert it to {', '.join(LOCAL_FORMATS)}"
-        )
+        kinds = ", ".join(LOCAL_FORMATS)
+        raise UsageError(f"data.dataset {shown(dataset, MAX_PATH)} is a file of no known kind; convert it to {kinds}")
 
 
 def _chosen(document: dict[str, Any], number: int, top: int) -> dict[str, Any]:

@@ -1,0 +1,127 @@
+"""What one `plan --json` of a bundled model loads, and what it costs: nothing that only other commands need."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = ["plan", "Qwen/Qwen3-8B", "--machine", "8xH100-80GB", "--json"]
+NEVER = (
+    "torch",
+    "transformers",
+    "trl",
+    "accelerate",
+    "peft",
+    "datasets",
+    "textual",
+    "rich",
+    "yaml",
+    "huggingface_hub",
+    "importlib.metadata",
+    "psutil",
+    "pynvml",
+    "jinja2",
+    "platformdirs",
+    "subprocess",
+    "asyncio",
+    "email",
+    "logging",
+    "difflib",
+)
+"""Modules that a plan without a job file has no use for."""
+LIMIT_S = 0.35
+"""CPU seconds; an idle machine of 2024 needs 0.25."""
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Bytecode is written and read, as in any installation."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_", "COV"))}
+    return {**kept, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(tmp_path / "bytecode")}
+
+
+def loaded(words: list[str], tmp_path: Path) -> set[str]:
+    """Modules in a process that has run the console script's entry with ``words``."""
+    code = (
+        "import sys\n"
+        f"sys.argv = ['trlfit', *{words!r}]\n"
+        "from tui.__main__ import main\n"
+        "code = main()\n"
+        "print('\\n'.join(sorted(sys.modules)), file=sys.stderr)\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["best"] is not None
+    return set(done.stderr.split("\n"))
+
+
+def test_a_plan_loads_only_what_it_needs(tmp_path: Path) -> None:
+    found = loaded(PLAN, tmp_path)
+    assert {"pydantic", "planner.search", "launcher.cli", "tui.__main__"} <= found
+    assert sorted(found & set(NEVER)) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "module"),
+    [
+        (["--method", "lora"], "planner.adapters"),
+        (["--trl", "max_steps=5"], "yaml"),
+        (["--goal", "longest"], "planner.longest"),
+    ],
+    ids=["lora", "trl", "longest"],
+)
+def test_other_plans_load_what_they_need(more: list[str], module: str, tmp_path: Path) -> None:
+    """The probe sees modules, and a flag that needs one finds it."""
+    assert module in loaded([*PLAN, *more], tmp_path)
+
+
+def test_other_commands_modules_stay_out(tmp_path: Path) -> None:
+    found = {name for name in loaded(PLAN, tmp_path) if name.startswith(("launcher.", "tui."))}
+    assert found.isdisjoint(
+        {
+            "launcher.commands_run",
+            "launcher.commands_ledger",
+            "launcher.commands_info",
+            "launcher.runs",
+            "launcher.data",
+            "launcher.plan_text",
+            "launcher.gpus",
+            "launcher.host",
+            "launcher.strict_yaml",
+            "launcher.stack_child",
+            "tui.app",
+        }
+    )
+
+
+def cpu_s(command: list[str], tmp_path: Path) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.DEVNULL, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_a_plan_is_quick(tmp_path: Path) -> None:
+    """In units of `import pydantic` on the same machine at the same time, so that a busy machine is no failure.
+
+    The best of seven alternating runs; `benchmarks/cold_start.py` prints the whole table.
+    """
+    plan = [sys.executable, "-m", "tui", *PLAN]
+    pydantic = [sys.executable, "-c", "import pydantic"]
+    cpu_s(plan, tmp_path)  # writes the bytecode
+    pairs = [(cpu_s(plan, tmp_path), cpu_s(pydantic, tmp_path)) for _ in range(7)]
+    own, theirs = (min(times) for times in zip(*pairs, strict=True))
+    assert own < LIMIT_S or own / theirs < 6.0, f"{own:.3f} s of CPU, {own / theirs:.1f} times `import pydantic`"
