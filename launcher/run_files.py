@@ -19,6 +19,7 @@ from launcher.run_record import PLAN as PLAN_FILE
 from launcher.run_spec import RunSpec as RunSpec
 from launcher.training_script import render_training_script
 from planner.choice import ZERO
+from planner.machine_hardware import cards_by_room
 
 TRAIN_FILE = "train.py"
 SLURM_FILE = "slurm.sh"
@@ -84,9 +85,13 @@ def _device_exports(spec: RunSpec) -> list[str]:
         if spec.machine.host is not None:
             threads = max(1, spec.machine.host.cores // spec.num_processes)
             lines.append(f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}")
+            lines.append(
+                "export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}  # spinning threads triple a step on busy cores"
+            )
         return lines
     lines = ["export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
-    cards = spec.machine.usable_cards[: spec.processes_per_node]
+    # The cards that the plan was made for: the emptiest.
+    cards = sorted(cards_by_room(spec.machine)[: spec.processes_per_node], key=lambda card: card.index)
     if spec.machine.origin == "nvml" and spec.num_nodes == 1:
         uuids = [card.uuid for card in cards if card.uuid is not None]
         if len(uuids) == len(cards):

@@ -35,6 +35,15 @@ def cpu_hardware(machine: Machine, processes: int | None = None) -> Hardware:
     )
 
 
+def cards_by_room(machine: Machine) -> list[Card]:
+    """The cards of one node that runs may use, emptiest first: a run of n cards takes the first n."""
+    cards = sorted(machine.usable_cards, key=lambda card: (_taken(card), card.index))
+    if any(card.mig_mode == "slice" for card in cards):
+        # CUDA gives one process a single MIG slice, so slices never work together.
+        return [max(cards, key=lambda card: (card.total_bytes - _taken(card), -card.index))]
+    return cards
+
+
 def gpu_hardware(machine: Machine, profile: CardProfile | None) -> Hardware:
     """The usable cards of one node, described by the weakest of them.
 
@@ -42,10 +51,7 @@ def gpu_hardware(machine: Machine, profile: CardProfile | None) -> Hardware:
         machine: with at least one usable card.
         profile: rates of that card; None leaves times unknown.
     """
-    cards = sorted(machine.usable_cards, key=lambda card: (_taken(card), card.index))
-    if any(card.mig_mode == "slice" for card in cards):
-        # CUDA gives one process a single MIG slice, so slices never work together.
-        cards = [max(cards, key=lambda card: (card.total_bytes - _taken(card), -card.index))]
+    cards = cards_by_room(machine)
     compute_share = min(card.compute_share for card in cards)
     memory_share = min(card.memory_share for card in cards)
     smallest = min(card.total_bytes for card in cards)

@@ -140,6 +140,15 @@ def test_cards_of_this_box_are_named_for_good(tmp_path: Path) -> None:
     assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
+def test_a_busy_card_is_left_to_its_user(tmp_path: Path) -> None:
+    """The plan takes the emptiest cards; the run must name those and no others."""
+    machine = gpus(2, origin="nvml")
+    cards = [card.model_copy(update={"uuid": f"GPU-{i:08x}"}) for i, card in enumerate(machine.cards)]
+    cards[0] = cards[0].model_copy(update={"used_bytes": 20 * 2**30})
+    found = environment_of(make_spec(machine=machine.model_copy(update={"cards": cards})), tmp_path)
+    assert found["CUDA_VISIBLE_DEVICES"] == "GPU-00000001"
+
+
 def test_cpu_environment(tmp_path: Path) -> None:
     choice = {"sharding": "ddp", "dp_replicate": 2, "micro_batch": 4}
     spec = make_spec(choice=choice, machine=cpu(cores=12))
@@ -147,6 +156,7 @@ def test_cpu_environment(tmp_path: Path) -> None:
     assert found["CUDA_VISIBLE_DEVICES"] == "" and found["OMP_NUM_THREADS"] == "6"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in found
     assert environment_of(spec, tmp_path, OMP_NUM_THREADS="1")["OMP_NUM_THREADS"] == "1"
+    assert found["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_several_nodes(tmp_path: Path) -> None:
