@@ -7,10 +7,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 MACHINE_SCHEMA = "trlfit.machine/1"
+MAX_NODES = 1024
+MAX_BYTES = 2**50
+"""A pebibyte: far beyond any card or host, small enough that sums stay exact as floats."""
 
 
 class _Document(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class GpuProcess(_Document):
@@ -20,7 +23,7 @@ class GpuProcess(_Document):
     name: str | None = None
     user: str | None = None
     memory_bytes: int | None = Field(
-        default=None, ge=0, description="None where the driver does not tell (WSL2, containers)."
+        default=None, ge=0, le=MAX_BYTES, description="None where the driver does not tell (WSL2, containers)."
     )
     own: bool = Field(default=False, description="Started by this user.")
 
@@ -36,24 +39,26 @@ class Card(_Document):
         default=None,
         description="Id in the card table (`trlfit cards`), None when it is not known.",
     )
-    total_bytes: int = Field(ge=0)
-    used_bytes: int = Field(default=0, ge=0)
-    free_bytes: int = Field(default=0, ge=0)
-    reserved_bytes: int = Field(default=0, ge=0, description="Kept by the driver: in the total, neither used nor free.")
-    compute_capability: str | None = None
-    pcie_generation: int | None = None
-    pcie_width: int | None = None
+    total_bytes: int = Field(ge=0, le=MAX_BYTES)
+    used_bytes: int = Field(default=0, ge=0, le=MAX_BYTES)
+    free_bytes: int = Field(default=0, ge=0, le=MAX_BYTES)
+    reserved_bytes: int = Field(
+        default=0, ge=0, le=MAX_BYTES, description="Kept by the driver: in the total, neither used nor free."
+    )
+    compute_capability: str | None = Field(default=None, pattern=r"^\d{1,3}\.\d{1,3}$")
+    pcie_generation: int | None = Field(default=None, ge=0, le=99)
+    pcie_width: int | None = Field(default=None, ge=0, le=99)
     nvlink_peers: list[int] = Field(default=[], description="Indices of cards with an active NVLink to this one.")
     mig_mode: Literal["off", "on", "slice"] | None = None
     compute_share: float = Field(
         default=1.0,
-        gt=0,
+        ge=0.001,
         le=1,
         description="Share of the card's compute units, below 1 for a slice.",
     )
     memory_share: float = Field(
         default=1.0,
-        gt=0,
+        ge=0.001,
         le=1,
         description="Share of its memory and bandwidth, below 1 for a slice.",
     )
@@ -71,9 +76,9 @@ class Card(_Document):
 class Host(_Document):
     """Memory and cores of one node."""
 
-    total_bytes: int = Field(ge=0)
-    available_bytes: int = Field(ge=0)
-    cores: int = Field(ge=1)
+    total_bytes: int = Field(ge=0, le=MAX_BYTES)
+    available_bytes: int = Field(ge=0, le=MAX_BYTES)
+    cores: int = Field(ge=1, le=2**20)
     limits: list[str] = Field(default=[], description="What keeps a process below the whole host, in sentences.")
 
 
@@ -81,13 +86,13 @@ class Machine(_Document):
     """What a run can use. `trlfit gpus --json` prints one; `--machine FILE` reads it back."""
 
     schema_: Literal["trlfit.machine/1"] = Field(default="trlfit.machine/1", alias="schema")
-    model_config = ConfigDict(extra="forbid", populate_by_name=True, serialize_by_alias=True)
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
     origin: Literal["nvml", "named", "file", "cpu"]
     spec: str = Field(description="How the user named it: `local`, `cpu`, `8xH100-80GB`, a file name.")
     cards: list[Card] = Field(default=[])
     host: Host | None = Field(default=None, description="None for a named machine: the host's memory is not known.")
-    nodes: int = Field(default=1, ge=1)
+    nodes: int = Field(default=1, ge=1, le=MAX_NODES)
     driver_version: str | None = None
     cuda_version: str | None = None
     notes: list[str] = Field(default=[], description="Sentences about what could not be read, and why.")

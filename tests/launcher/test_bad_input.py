@@ -209,6 +209,13 @@ CONTRADICTIONS = {
 
 ONE_CARD = {"index": 0, "name": "NVIDIA H100 80GB HBM3", "total_bytes": 80 << 30}
 BOX = {"schema": "trlfit.machine/1", "origin": "file", "spec": "box", "cards": [ONE_CARD]}
+
+
+def box(says: str, **card: object) -> Case:
+    """A plan for a machine file whose card has other values."""
+    return machine("box.json", says, files={"box.json": json.dumps({**BOX, "cards": [{**ONE_CARD, **card}]})})
+
+
 MACHINES = {
     "near-miss": machine("8xH10O-80GB", "no card 'H10O-80GB'; nearest: H100-80GB"),
     "nothing-like-it": machine("banana", "no card 'banana'", "write local, cpu, NxCARD such as 8xH100-80GB"),
@@ -227,6 +234,15 @@ MACHINES = {
         "box.json",
         "cards[0].total_bytes: input should be a valid integer",
         files={"box.json": json.dumps({**BOX, "cards": [{**ONE_CARD, "total_bytes": "lots"}]})},
+    ),
+    "endless-bytes": box("cards[0].total_bytes: input should be less than or equal to", total_bytes=10**400),
+    "not-a-number": box("cards[0].power_w: input should be a finite number", power_w=float("nan")),
+    "capability": box("cards[0].compute_capability: string should match pattern", compute_capability="nine"),
+    "share-of-nothing": box("cards[0].compute_share: input should be greater than or equal to", compute_share=1e-300),
+    "endless-nodes": machine(
+        "box.json",
+        "nodes: input should be less than or equal to 1024",
+        files={"box.json": json.dumps({**BOX, "nodes": 10**9})},
     ),
     "no-nodes": machine(
         "box.json",
