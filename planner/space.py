@@ -177,7 +177,8 @@ def _data_splits(ranks: int, sharding: str, hardware: Hardware, pins: dict[str, 
         found = [(ranks, 1)]
     if "dp_shard" in pins or "dp_replicate" in pins:
         shard = pins.get("dp_shard", ranks // pins.get("dp_replicate", 1))
-        return [(shard, pins.get("dp_replicate", ranks // max(1, shard)))]
+        replicate = pins.get("dp_replicate", ranks // shard if shard else 0)
+        return [(shard, replicate)] if shard * replicate == ranks else []
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from planner.choice import Choice
 from planner.hardware import Hardware
-from planner.space import MAX_MICRO_BATCH, SpaceOptions, frames, gpu_counts, micro_batches, numerics_options
+from planner.space import (
+    MAX_MICRO_BATCH,
+    SpaceOptions,
+    _data_splits,  # pyright: ignore[reportPrivateUsage]
+    frames,
+    gpu_counts,
+    micro_batches,
+    numerics_options,
+)
 
 OPTIONS = SpaceOptions(
     method="full",
@@ -288,3 +296,10 @@ def test_frames_carry_a_batch_that_is_kept() -> None:
     # Where there is none, the rule that refuses it sees the smallest micro-batch.
     (first, *_) = choices(hardware(), global_batch=3, pins={"gpus": 8})
     assert (first.micro_batch, first.grad_accum, first.data_parallel) == (1, 1, 8)
+
+
+def test_pinned_data_sizes_must_fill_the_ranks() -> None:
+    hardware = cast("Hardware", None)  # only hybrid sharding reads the machine
+    assert _data_splits(2, "fsdp", hardware, {"dp_shard": 4}) == []
+    assert _data_splits(2, "ddp", hardware, {"dp_replicate": 4}) == []
+    assert _data_splits(8, "fsdp", hardware, {"dp_shard": 4}) == [(4, 2)]
