@@ -40,6 +40,11 @@ def list_models() -> tuple[BundledModel, ...]:
     return tuple(sorted(bundled, key=lambda model: model.id.lower()))
 
 
+def model_ids() -> tuple[str, ...]:
+    """Every id and alias, sorted."""
+    return tuple(sorted(_index(), key=str.lower))
+
+
 def find_model(model_id: str) -> BundledModel | None:
     """The bundled model of that hub id or alias, letter case ignored; None when there is none."""
     known = _by_lower_name().get(model_id.lower())

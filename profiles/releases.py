@@ -11,7 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from profiles.stacks import load_packages
+
 OLDEST_TRL = "0.20.0"
+TOLD_APART = ("torch", "transformers", "trl", "accelerate", "peft")
+"""Core packages whose releases behave differently; `datasets` is core and does not."""
 _RELEASE = re.compile(r"v?(?:\d+!)?(\d+(?:\.\d+)*)")
 _RANGE = re.compile(r"(>=|<=|==|!=|<|>)(\d+(?:\.\d+)*)(\.\*)?")
 _WIDTH = 4
@@ -28,6 +32,18 @@ class Availability:
     source: str
     lacking: str = ""
     """The first need that is not met, with what is there instead; empty when available."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitMetrics:
+    """What the trainer's entropy and accuracy hold beside full logits, each in the dtype the model returned."""
+
+    entropy_rows: int
+    """Rows whose softmax is made at once, three times their logits; 0 for a whole sequence."""
+    entropy_copies: int
+    """Copies of all logits alive while the entropy is made, in batches above one."""
+    accuracy_copies: int
+    """The same while the accuracy is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +68,8 @@ class TrlRelease:
     load_dtype_default: str
     """Dtype of the loaded weights unless asked otherwise: ``float32``, ``auto`` (the checkpoint's),
     or ``transformers`` (nothing passed: float32 before transformers 5, the checkpoint's since)."""
-    nll_bytes_per_logit: int
-    """Peak bytes per element of full logits, one row per batch."""
-    nll_bytes_per_logit_batched: int
-    """The same with two rows or more."""
+    logit_metrics: LogitMetrics
+    """What the metrics of SFT hold beside full logits."""
     qlora_adapters_bf16: bool
     """Adapters on a quantised base are cast to bfloat16, whatever the mixed precision."""
     requires: Mapping[str, str] = field(hash=False)
@@ -91,8 +105,15 @@ class TrlRelease:
         return self.liger_arguments.get(trainer) if path == "liger" else None
 
     def nll_bytes(self, micro_batch: int) -> int:
-        """Peak bytes per element of full logits with ``micro_batch`` rows."""
-        return self.nll_bytes_per_logit_batched if micro_batch > 1 else self.nll_bytes_per_logit
+        """Peak bytes per element of fp32 full logits with ``micro_batch`` rows, rounded up.
+
+        Backward holds log-softmax, its gradient and the logits' own: 12. The metrics hold logits, log-softmax and what
+        they make of them.
+        """
+        held = self.logit_metrics
+        entropy, accuracy = (held.entropy_copies, held.accuracy_copies) if micro_batch > 1 else (0, 0)
+        softmax = 0 if held.entropy_rows else -(-12 // micro_batch)
+        return max(12, 8 + 4 * entropy + softmax, 8 + 4 * accuracy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +217,7 @@ def trl_release(version: str) -> TrlRelease:
         liger_arguments=MappingProxyType(row["liger"]),
         liger_kernel=row["liger_kernel"],
         load_dtype_default=row["load_dtype"],
-        nll_bytes_per_logit=row["nll_bytes"][0],
-        nll_bytes_per_logit_batched=row["nll_bytes"][1],
+        logit_metrics=LogitMetrics(**row["logit_metrics"]),
         qlora_adapters_bf16=row["qlora_adapters_bf16"],
         requires=MappingProxyType(row["requires"]),
         notes=tuple(row["notes"]) + _distance_note(version, numbers),
@@ -220,8 +240,9 @@ def _distance_note(version: str, numbers: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def newest_known() -> Mapping[str, str]:
-    """The newest version of each core package whose behaviour is known."""
-    return MappingProxyType(_document()["newest"])
+    """The newest version of each package that releases are told apart by: the ones omitted are planned for these."""
+    packages = load_packages()
+    return {name: packages[name].newest for name in TOLD_APART}
 
 
 def feature_names() -> tuple[str, ...]:
