@@ -71,16 +71,20 @@ def outer_lora_modules(architecture: Architecture, targets: str | Sequence[str])
     return _Targets(architecture, targets).outside()
 
 
+def adapter_parameters(modules: Iterable[Linear], r: int) -> int:
+    """Parameters of adapters of rank ``r`` beside ``modules``: ``r x (in + out)`` for each."""
+    return sum(r * m.count * (m.in_features + m.out_features) for m in modules)
+
+
 def lora_parameters(architecture: Architecture, r: int, target_modules: str | Sequence[str]) -> int:
-    """Trainable parameters of a LoRA of rank ``r``: ``r x (in + out)`` for every adapted module.
+    """Trainable parameters of a LoRA of rank ``r``, all layers and what is outside them.
 
     Raises:
         TargetError: see ``lora_modules``.
     """
     per_kind = lora_modules(architecture, target_modules)
-    adapted = [module for index in architecture.order for module in per_kind[index]]
-    adapted += outer_lora_modules(architecture, target_modules)
-    return sum(r * m.count * (m.in_features + m.out_features) for m in adapted)
+    outside = adapter_parameters(outer_lora_modules(architecture, target_modules), r)
+    return outside + sum(adapter_parameters(per_kind[index], r) for index in architecture.order)
 
 
 def unknown_targets(architecture: Architecture, targets: str | Sequence[str]) -> tuple[str, ...]:

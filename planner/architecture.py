@@ -88,7 +88,8 @@ class LayerKind:
     attention_sinks: bool = False
     """The softmax carries a learned sink (gpt-oss): no SDPA kernel."""
     attention_gate: bool = False
-    """Half of a doubled ``q_proj`` gates the attention output (Qwen3-Next, Qwen3.5)."""
+    """Half of a doubled ``q_proj`` gates the attention output (Qwen3-Next, Qwen3.5). This and what follows tell layers
+    apart, whose traces differ (``planner.coefficients_json.shape_hash``)."""
     conv_channels: int = 0
     """Channels of the depthwise convolution of a linear-attention layer; there ``heads`` are value heads and
     ``kv_heads`` are key heads."""
@@ -168,8 +169,6 @@ class Architecture:
     """The transformers class that was counted and that TRL loads: ``LlamaForCausalLM``."""
     stored_dtype: str | None = None
     """dtype that the checkpoint is stored in, as the config states it: ``bfloat16``."""
-    stored_quantization: str | None = None
-    """``quant_method`` of a checkpoint that is stored quantised (``mxfp4``); parameters are counted unpacked."""
     remote_code: bool = False
     """The config names ``auto_map`` code of its own; transformers must be told to trust it."""
     notes: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from planner.adapters import lora_modules, outer_lora_modules
+from planner.adapters import adapter_parameters, lora_modules, outer_lora_modules
 from planner.architecture import Architecture, LayerKind
 from planner.choice import Method
 
@@ -52,6 +52,8 @@ class Blocks:
     other: Block
     cast_weights: tuple[int, ...]
     """Weights of the linears of one layer of each kind: what autocast copies to low precision."""
+    cast_adapters: tuple[int, ...]
+    """The same of its adapters; stacked experts have theirs multiplied through views, which autocast does not cache."""
     total: Block
 
     @property
@@ -77,13 +79,16 @@ def parameter_blocks(
         return Block(trained=count) if full else Block(frozen=count)
 
     kinds: list[Block] = []
+    cast_adapters: list[int] = []
     for kind, modules in zip(architecture.kinds, adapters, strict=True):
-        adapter = sum(m.count * lora_r * (m.in_features + m.out_features) for m in modules)
+        adapter = adapter_parameters(modules, lora_r)
         block = plain(kind.num_parameters)
         if method == "qlora":
             quantised = _quantisable(kind)
             block = Block(frozen=kind.num_parameters - quantised, quantised=quantised)
         kinds.append(block + Block(adapter=adapter))
+        plain_linears = (m for m in modules if m.role != "experts")
+        cast_adapters.append(adapter_parameters(plain_linears, lora_r))
     embedding = plain(architecture.embedding_parameters)
     final_norm = plain(architecture.final_norm_parameters)
     head = plain(architecture.head_parameters)
@@ -92,7 +97,7 @@ def parameter_blocks(
         other = plain(architecture.other_parameters + architecture.vision_parameters)
     if not full:
         outer = outer_lora_modules(architecture, lora_targets)
-        other = other + Block(adapter=sum(m.count * lora_r * (m.in_features + m.out_features) for m in outer))
+        other = other + Block(adapter=adapter_parameters(outer, lora_r))
     total = embedding + final_norm + head + other
     for index in architecture.order:
         total = total + kinds[index]
@@ -102,6 +107,7 @@ def parameter_blocks(
         final_norm=final_norm,
         head=head,
         other=other,
+        cast_adapters=tuple(cast_adapters),
         cast_weights=tuple(sum(m.num_weights for m in k.linears) + _expert_parameters(k) for k in architecture.kinds),
         total=total,
     )

@@ -23,6 +23,10 @@ SHARDINGS: tuple[str, ...] = get_args(Sharding)
 FSDP2: frozenset[str] = frozenset({"fsdp", "fsdp_no_reshard", "hsdp"})
 """Shardings that accelerate runs through ``fully_shard``."""
 ZERO: frozenset[str] = frozenset({"zero1", "zero2", "zero3"})
+_PLAIN_KINDS: dict[str, type] = {
+    **dict.fromkeys(("cp", "sp", "tp", "dp_shard", "dp_replicate", "micro_batch", "grad_accum"), int),
+    "packing": bool,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +87,13 @@ class Choice:
         """The inverse of ``to_json``.
 
         Raises:
-            TypeError: a knob is unknown or missing.
+            TypeError: a knob is unknown or missing, or a number or a switch is something else.
         """
         values = dict(data)
+        for knob, kind in _PLAIN_KINDS.items():
+            # An exact look: true would pass for 1.
+            if knob in values and type(values[knob]) is not kind:
+                raise TypeError(f"{knob} is {values[knob]!r}, no {kind.__name__}")
         offload = values.pop("offload", [])
         assert isinstance(offload, list)
         return cls(**values, offload=frozenset(offload))  # type: ignore[arg-type]

@@ -122,6 +122,9 @@ class Coefficients:
     """In the order of ``Architecture.kinds``."""
     model_saved: Bytes
     """Kept outside the layers: embedding output that no layer keeps, rotary tables, masks, input ids."""
+    model_saved_none: Bytes | None = None
+    """``model_saved`` where no layer is recomputed, None when it is the same. No checkpoint holds the mask there; and
+    under adapters the first layer, whose input needs no gradient, keeps less than the others: that is taken off."""
     final_norm_saved: Bytes
     """Kept by the final normalisation, its output (the hidden states that the loss reads) included."""
     evidence: Evidence

@@ -28,10 +28,10 @@ def check_inputs(inputs: PlanInput) -> None:
         planner.adapters.TargetError: LoRA targets that the model does not have.
     """
     pins = parse_pins(inputs.job.pins)
-    wrong_sizes = size_contradiction(pins, hardware_of(inputs, pins))
+    wrong_sizes = size_contradiction(pins, hardware_of(inputs, pins), inputs.job.global_batch)
     if wrong_sizes is not None:
         raise PinError(wrong_sizes)
-    if inputs.job.method != "full":
+    if inputs.job.method != "full" or "method" in inputs.job.allow:
         _check_targets(inputs.architecture, inputs.job.lora.target_modules)
 
 
@@ -43,7 +43,7 @@ def _check_targets(architecture: Architecture, targets: str | list[str]) -> None
         raise TargetError(f"lora target {unknown[0][:60]!r} is no module of {architecture.model}; it has {names}")
 
 
-def size_contradiction(pins: Mapping[str, Any], hardware: Hardware) -> str | None:
+def size_contradiction(pins: Mapping[str, Any], hardware: Hardware, global_batch: int = 1) -> str | None:
     """One sentence when no number of GPUs agrees with the pinned sizes; None when one does."""
     given = {knob: int(pins[knob]) for knob in SIZES if knob in pins}
     if not given:
@@ -61,7 +61,7 @@ def size_contradiction(pins: Mapping[str, Any], hardware: Hardware) -> str | Non
         return None
     if product > hardware.num_gpus:
         return f"{words} makes {product:,} GPUs, and the machine has {hardware.num_gpus:,}; pin smaller sizes"
-    tried = gpu_counts(hardware, dict(pins))
+    tried = gpu_counts(hardware, dict(pins), global_batch)
     if all(count % product for count in tried):
         counts = ", ".join(map(str, tried))
         return f"{words} divides none of the numbers of GPUs tried ({counts}); pin gpus={product} or a multiple of it"

@@ -32,6 +32,8 @@ class Station(NamedTuple):
     """Index into ``Depth.shapes``."""
     before: tuple[int, ...]
     """Layers of each shape nearer to the embedding."""
+    place: int
+    """Their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,12 @@ def recomputed_layers(recompute: str, num_layers: int) -> list[Literal["none", "
 
 
 @lru_cache(maxsize=256)
-def depth_of(order: tuple[int, ...], recompute: str, offloads: bool) -> Depth:
-    """The decoder of ``order`` (kinds of its layers) under ``recompute``, checkpoints offloaded or not."""
+def depth_of(order: tuple[int, ...], recompute: str, offloads: bool, *, neighbours: bool = False) -> Depth:
+    """The decoder of ``order`` (kinds of its layers) under ``recompute``, checkpoints offloaded or not.
+
+    With ``neighbours`` what is live at a layer depends on the one below and the one above as well, so the first and the
+    last layer are like no other.
+    """
     first_kept = max(0, len(order) - OFFLOAD_BANDS) if offloads else 0
     again = recomputed_layers(recompute, len(order))
     layers = [Shape(kind, again[index], index >= first_kept) for index, kind in enumerate(order)]
@@ -65,16 +71,20 @@ def depth_of(order: tuple[int, ...], recompute: str, offloads: bool) -> Depth:
     ids = [shapes.index(layer) for layer in layers]
     stations: list[Station] = []
     before = [0] * len(shapes)
-    for shape in ids:
-        stations.append(Station(shape, tuple(before)))
+    for place, shape in enumerate(ids):
+        stations.append(Station(shape, tuple(before), place))
         before[shape] += 1
-    # On the way forward saved tensors and casts only grow: the last layer of each shape is its worst.
-    last = {shape: index for index, shape in enumerate(ids)}
-    ends = {*_ends(ids[:first_kept], 0), *_ends(ids[first_kept:], first_kept)}
+    # On the way forward saved tensors and casts only grow: the last layer of each shape is its worst, and the first one
+    # where what the embedding leaves behind is there.
+    last = {(ids[index - 1], shape) if neighbours else shape: index for index, shape in enumerate(ids)}
+    first, end = (1, len(ids) - 1) if neighbours else (0, len(ids))
+    middle = max(first, min(first_kept, end))
+    ends = {*_ends(ids[first:middle], first), *_ends(ids[middle:end], middle)}
+    ends |= {0, len(ids) - 1} if neighbours else set()
     return Depth(
         shapes,
         tuple(before),
-        tuple(stations[index] for index in sorted(last.values())),
+        tuple(stations[index] for index in sorted({*last.values(), *(ends & {0})})),
         tuple(stations[index] for index in sorted(ends, reverse=True)),
     )
 

@@ -52,6 +52,9 @@ class ActivationOptions:
     """Frozen linears are stored in 4 bits and dequantised for every product; traces see that, closed forms do not."""
     mask_bias: bool = True
     """Masked SDPA makes a bias of the mask, as it does on CUDA; the CPU kernel reads the mask itself."""
+    autocast: bool = True
+    """The forward runs under autocast, which widens some operators (LayerNorm) under half-precision weights too; traces
+    see that, closed forms do not."""
 
 
 @lru_cache(maxsize=256)
@@ -69,7 +72,7 @@ def formula_coefficients(architecture: Architecture, options: ActivationOptions)
     hidden, residual = architecture.hidden, options.residual_bytes
     head_dim = max((k.head_dim for k in architecture.kinds), default=0)
     rotary = 2 * head_dim * options.residual_bytes
-    mask = 1.0 if _needs_mask(architecture, options) else 0.0
+    mask = float(_masks(architecture, options) * (residual if options.attention == "eager" else 1))
     # A frozen norm still keeps the fp32 value that its own input gradient needs.
     norm = _norm_saved(architecture.model_type, hidden, options)
     return Coefficients(
@@ -83,11 +86,16 @@ def formula_coefficients(architecture: Architecture, options: ActivationOptions)
     )
 
 
-def _needs_mask(architecture: Architecture, options: ActivationOptions) -> bool:
+def _masks(architecture: Architecture, options: ActivationOptions) -> int:
+    """Masks over pairs of tokens: one for all windowed layers, one for full ones that cannot do without.
+
+    SDPA's are of a byte a pair; eager attention adds its mask to the scores, in the dtype of the embeddings.
+    """
     if options.attention == "flash_attention_2":
-        return False
-    sliding = any(k.attention in ("sliding", "chunked") for k in architecture.kinds)
-    return options.masked or sliding or options.attention == "eager"
+        return 0
+    windowed = any(k.attention in ("sliding", "chunked") for k in architecture.kinds)
+    whole = any(k.attention not in ("sliding", "chunked", "linear") for k in architecture.kinds)
+    return windowed + (whole and (options.masked or options.attention == "eager"))
 
 
 def _norm_saved(model_type: str, width: int, o: ActivationOptions) -> float:
@@ -105,9 +113,8 @@ def _layer(architecture: Architecture, kind: LayerKind, o: ActivationOptions) ->
     norms = kind.num_norms * _norm_saved(architecture.model_type, architecture.hidden, o)
     saved = norms + attention.saved + mlp_saved + _adapters(architecture, kind, o)
     if o.lora_targets is not None:
-        mlp_peak += (
-            ADAPTER_BACKWARD_BYTES if o.adapter_bytes != o.compute_bytes else o.compute_bytes
-        ) * kind.intermediate
+        fp32_down = o.adapter_bytes != o.compute_bytes and _adapts_down(architecture, kind, o)
+        mlp_peak += (ADAPTER_BACKWARD_BYTES if fp32_down else o.compute_bytes) * kind.intermediate
     boundary = float(o.residual_bytes * architecture.hidden)
     kept = o.compute_bytes * kind.heads * (kind.value_head_dim or kind.head_dim) + 4 * kind.heads
     own = _own_gradients(kind, o)
@@ -142,6 +149,13 @@ def _layer(architecture: Architecture, kind: LayerKind, o: ActivationOptions) ->
             attention_backward=recomputing_attention,
         ),
     )
+
+
+def _adapts_down(architecture: Architecture, kind: LayerKind, o: ActivationOptions) -> bool:
+    """Whether the last linear of the MLP carries an adapter."""
+    down = next((m.name for m in reversed(kind.linears) if m.role == "mlp"), None)
+    modules = lora_modules(architecture, o.lora_targets or ())[architecture.kinds.index(kind)]
+    return any((m.role, m.name) == ("mlp", down) for m in modules)
 
 
 def _merged_experts(architecture: Architecture, kind: LayerKind, o: ActivationOptions) -> float:
@@ -253,8 +267,9 @@ def _adapters(architecture: Architecture, kind: LayerKind, o: ActivationOptions)
     modules = lora_modules(architecture, o.lora_targets)[architecture.kinds.index(kind)]
     ranks = sum(m.count * m.tokens_share * o.compute_bytes * o.lora_r for m in modules)
     if o.adapter_bytes != o.compute_bytes or o.lora_dropout:
-        copies = 2 if o.lora_dropout else 1
-        return ranks + sum(m.count * m.tokens_share * copies * o.compute_bytes * m.in_features for m in modules)
+        # Dropout keeps a mask of one byte a value.
+        width = o.compute_bytes + (1 if o.lora_dropout else 0)
+        return ranks + sum(m.count * m.tokens_share * width * m.in_features for m in modules)
     # The last projection reads attention's output, which is kept anyway.
     last = next((m.name for m in reversed(kind.linears) if m.role == "attention"), None)
     shared = {(m.role, m.in_features, m.tokens_share) for m in modules if (m.role, m.name) != ("attention", last)}

@@ -9,26 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from planner.choice import Choice, OffloadTarget
+from planner.activations import ActivationsAt
+from planner.choice import FSDP2, Choice, OffloadTarget
 from planner.coefficients import Coefficients
 from planner.depth import depth_of
-from planner.device_memory import device_model
-from planner.loss_memory import LossBytes
-from planner.phases import (
-    ActivationsAt,
-    HeldBytes,
-    LayerWalk,
-    LayerWalker,
-    Moment,
-    Phase,
-    States,
-    loss_moment,
-    phases,
-    step_moment,
+from planner.host_memory import (
+    PROCESS_BYTES,
+    HostMemory,
+    HostPart,
+    Node,
+    accumulated_part,
+    activations_part,
+    host_parts,
 )
+from planner.loss_memory import LossBytes
+from planner.phases import HeldBytes, LayerWalk, LayerWalker, Moment, Phase, States, loss_moment, phases, step_moment
 from planner.sharding_memory import ShardingBytes
 
 if TYPE_CHECKING:
+    from planner.measured_memory import Correction
     from planner.memory import MemoryModel
 
 _ACTIVATIONS: frozenset[OffloadTarget] = frozenset({"activations"})
@@ -53,6 +52,8 @@ class Shared:
     """What frames have in common, by what it depends on."""
 
     states: dict[_Key, tuple[States, HeldBytes]] = field(default_factory=dict[_Key, tuple[States, HeldBytes]])
+    hosts: dict[_Key, tuple[HostPart, ...]] = field(default_factory=dict[_Key, tuple[HostPart, ...]])
+    host_peaks: dict[_Key, int] = field(default_factory=dict[_Key, int])
     shards: dict[_Key, ShardingBytes] = field(default_factory=dict[_Key, ShardingBytes])
     activations: dict[_Key, dict[int, tuple[Coefficients, ActivationsAt]]] = field(
         default_factory=dict[_Key, dict[int, tuple[Coefficients, ActivationsAt]]]
@@ -70,13 +71,16 @@ class MemoryFrame:
     __slots__ = (
         "_activations",
         "_choice",
+        "_corrections",
         "_device",
         "_losses",
         "_model",
+        "_states_by",
         "_walkers",
         "_walks",
         "held",
         "others_bytes",
+        "reference",
         "shard",
         "states",
         "step",
@@ -88,12 +92,15 @@ class MemoryFrame:
         hardware, shared = model.hardware, model.shared
         held_by = (choice.sharding, choice.method, choice.weights, choice.mixed_precision)
         ranks, offload = choice.shard_ranks, choice.offload
-        states_by = (held_by, ranks, choice.optimizer, offload - _ACTIVATIONS)
+        states_by = self._states_by = (held_by, ranks, choice.optimizer, offload - _ACTIVATIONS)
         found = shared.states.get(states_by)
         if found is None:
             found = shared.states[states_by] = model.states_of(choice)
         self.states, self.held = found
-        sharded_by = (held_by, ranks, choice.cp)
+        walks: _Key = (choice.recompute,) if choice.sharding == "fsdp1" else ()
+        if choice.sharding in FSDP2:
+            walks = (choice.recompute == "none", choice.loss_path == "full_logits")
+        sharded_by = (held_by, ranks, choice.cp, choice.sp, walks)
         shard = shared.shards.get(sharded_by)
         if shard is None:
             shard = shared.shards[sharded_by] = model.shard_of(choice)
@@ -101,19 +108,23 @@ class MemoryFrame:
         seen_by = (held_by, choice.cp, choice.sp, choice.attention, choice.packing)
         self._activations = shared.activations.setdefault(seen_by, {})
         self._losses = shared.losses.setdefault((held_by, choice.cp, choice.sp, choice.loss_path), {})
-        walked_by = (sharded_by, choice.recompute, "activations" in offload, "params" in offload)
+        walked_by = (sharded_by, choice.recompute, offload)
         self._walkers = shared.walkers.setdefault(walked_by, {})
         self._walks = shared.walks.setdefault((walked_by, seen_by), {})
         self.step = step_moment(choice, self.states, shard)
         self.step_bytes = sum(self.step)
-        self._device = device_model(choice, hardware)
+        self.reference = model.reference_of(choice)
+        self._device = model.device_of(choice)
         self.others_bytes = hardware.others_bytes(choice.num_gpus)
+        self._corrections: dict[int, Correction | None] | None = {} if model.measured else None
 
     def verdict(self, micro_batch: int, grad_accum: int) -> Verdict:
         """Whether the choice fits at this micro-batch and accumulation."""
         tensor_bytes, high = self._peak(micro_batch, grad_accum)
-        # States are counted exactly, but never is a peak known better than to 2 %.
-        spread = max(high - tensor_bytes, tensor_bytes // 50)
+        # States are counted exactly, but never is a peak known better than to 2 %, or to 1.5 after a probe.
+        correction = self._correction(micro_batch)
+        least = tensor_bytes // 50 if correction is None else int(correction.floor * tensor_bytes)
+        spread = max(high - tensor_bytes, least)
         device = self._device.device_bytes(tensor_bytes)
         model = self._model
         capacity, headroom, fits = model.hardware.capacity_bytes, None, True
@@ -121,8 +132,9 @@ class MemoryFrame:
             headroom = model.usable_bytes - self.others_bytes - device
             fits = headroom >= 0 and device + spread <= capacity - self.others_bytes
         host_fits = True
-        if self._choice.offload and model.hardware.host_available_bytes is not None:
-            host_fits = sum(self.host(micro_batch)) <= model.hardware.host_available_bytes
+        available = model.hardware.host_available_bytes
+        if available is not None:
+            host_fits = self._host_peak(micro_batch, grad_accum) <= available
         return Verdict(device, spread, headroom, fits and host_fits, host_fits)
 
     def _peak(self, micro_batch: int, grad_accum: int) -> tuple[int, int]:
@@ -131,15 +143,32 @@ class MemoryFrame:
         forward, forward_bytes, backward, backward_bytes, _ = layers
         loss_bytes = sum(loss)
         rest, error = self.states.rest_bytes, self.activations(micro_batch)[0].relative_error
+        step_bytes, correction = self.step_bytes, self._correction(micro_batch)
+        if correction is not None:
+            forward_bytes, loss_bytes = forward_bytes + correction.forward, loss_bytes + correction.loss
+            backward_bytes, step_bytes = backward_bytes + correction.backward, step_bytes + correction.step
+            error = min(error, correction.error)
         # Saved tensors, recompute and loss depend on tokens and kernels, and are not counted exactly.
-        peak = max(forward_bytes, loss_bytes, backward_bytes, self.step_bytes)
+        peak = max(forward_bytes, loss_bytes, backward_bytes, step_bytes)
         high = max(
             forward_bytes + error * (forward[1] + forward[2]),
             loss_bytes + error * (loss[1] + loss[3]),
             backward_bytes + error * (backward[1] + backward[2]),
-            self.step_bytes,
+            step_bytes,
         )
-        return int(rest + peak), int(rest + high)
+        # A batch of training holds all that an evaluation of no more rows does.
+        if (self._model.job.eval_rows or 0) > micro_batch and self._model.job.evaluates:
+            moment = self._evaluation(micro_batch, grad_accum)
+            peak = max(peak, sum(moment))
+            high = max(high, sum(moment) + error * (moment[1] + moment[2] + moment[3]))
+        whole = self.reference.load
+        return max(int(rest + peak), whole), max(int(rest + high), whole)
+
+    def _evaluation(self, micro_batch: int, grad_accum: int) -> Moment:
+        """The worst moment of an evaluation after a step."""
+        rows = self._model.job.eval_rows or micro_batch
+        walker = self._walker(grad_accum > 1)
+        return walker.evaluation(self.activations(rows)[1], rows, self._loss(rows), self.shard)
 
     def activations(self, micro_batch: int) -> tuple[Coefficients, ActivationsAt]:
         """Coefficients, and their values at this micro-batch."""
@@ -149,26 +178,53 @@ class MemoryFrame:
             found = self._activations[micro_batch] = self._model.activations_of(choice)
         return found
 
-    def _moments(self, micro_batch: int, grad_accum: int) -> tuple[LayerWalk, Moment]:
-        """Forward and backward through the layers, and the loss between them."""
-        accumulates = grad_accum > 1
+    def _correction(self, micro_batch: int) -> Correction | None:
+        """What a probe adds to the phases at this micro-batch."""
+        if self._corrections is None:
+            return None
+        if micro_batch not in self._corrections:
+            choice = replace(self._choice, micro_batch=micro_batch)
+            self._corrections[micro_batch] = self._model.correction(choice)
+        return self._corrections[micro_batch]
+
+    def _walker(self, accumulates: bool) -> LayerWalker:
         walker = self._walkers.get(accumulates)
         if walker is None:
             choice, arch = self._choice, self._model.job.architecture
-            depth = depth_of(arch.order, choice.recompute, "activations" in choice.offload)
+            offloads, neighbours = "activations" in choice.offload, bool(self.shard.beside)
+            depth = depth_of(arch.order, choice.recompute, offloads, neighbours=neighbours)
             walker = LayerWalker(depth, self.states, self.shard, tied=arch.tied, accumulates=accumulates)
             self._walkers[accumulates] = walker
-        layers = self._walks.get((micro_batch, accumulates))
-        if layers is None:
-            layers = walker.at(self.activations(micro_batch)[1], micro_batch)
-            self._walks[(micro_batch, accumulates)] = layers
+        return walker
+
+    def _loss(self, micro_batch: int) -> LossBytes:
         loss = self._losses.get(micro_batch)
         if loss is None:
             choice = replace(self._choice, micro_batch=micro_batch)
             loss = self._losses[micro_batch] = self._model.loss_of(choice)
+        return loss
+
+    def _moments(self, micro_batch: int, grad_accum: int) -> tuple[LayerWalk, Moment]:
+        """Forward and backward through the layers, and the loss between them."""
+        accumulates = grad_accum > 1
+        walker = self._walker(accumulates)
+        layers = self._walks.get((micro_batch, accumulates))
+        if layers is None:
+            layers = walker.at(self.activations(micro_batch)[1], micro_batch)
+            self._walks[(micro_batch, accumulates)] = layers
         # With accumulation the gradients of earlier micro-batches live through the whole step.
         persisting = self.states.all_gradients if accumulates else 0.0
-        return layers, loss_moment(walker, layers, loss, self.shard, persisting)
+        loss = loss_moment(walker, layers, self._loss(micro_batch), self.shard, persisting)
+        if self.reference.forward_gather:
+            loss = max(loss, self._reference_forward(layers, micro_batch, persisting), key=sum)
+        return layers, loss
+
+    def _reference_forward(self, layers: LayerWalk, micro_batch: int, persisting: float) -> Moment:
+        """The reference's forward pass, after the policy's and while all that is kept of that."""
+        at = self.activations(micro_batch)[1]
+        layer = max(at.kinds[index].full.forward for index in set(self._model.job.architecture.order))
+        shard, gather = self.shard, self.reference.forward_gather
+        return Moment(persisting, layers.saved, layer, 0.0, gather, shard.rest_buckets, 0.0)
 
     def phases(self, micro_batch: int, grad_accum: int) -> list[Phase]:
         """Every phase of one optimizer step, part by part."""
@@ -179,18 +235,50 @@ class MemoryFrame:
             "backward": layers.backward,
             "step": self.step,
         }
-        return phases(self.states, self.shard, moments)
+        if self._model.job.evaluates:
+            moments["evaluate"] = self._evaluation(micro_batch, grad_accum)
+        found = phases(self.states, self.shard, moments)
+        correction = self._correction(micro_batch)
+        if correction is not None:
+            correction.enter(found)
+        load = found[0].parts
+        load["gather"] = max(load["gather"], self.reference.load - load["weights"])
+        return found
 
-    def host(self, micro_batch: int) -> tuple[int, int]:
-        """(pinned, pageable) host bytes of one node."""
-        choice, held = self._choice, self.held
-        ranks = min(choice.num_gpus, self._model.hardware.gpus_per_node)
-        pinned = pageable = 0
+    def _host_peak(self, micro_batch: int, grad_accum: int) -> int:
+        """The most that the host of a node holds; worked out once for all choices that agree on what it depends on."""
+        key: _Key = (self._states_by, self._choice.num_gpus, grad_accum > 1)
+        if "activations" in self._choice.offload:
+            key = (*key, micro_batch, self._choice.cp, self._choice.sp, self._choice.packing, self._choice.attention)
+        peaks = self._model.shared.host_peaks
+        found = peaks.get(key)
+        if found is None:
+            found = peaks[key] = self.host(micro_batch, grad_accum).peak_bytes
+        return found
+
+    def host(self, micro_batch: int, grad_accum: int) -> HostMemory:
+        """Host memory of one node."""
+        model = self._model
+        if model.hardware.device == "cpu":
+            # There the card is the host.
+            return HostMemory((), 0)
+        choice = replace(self._choice, micro_batch=micro_batch, grad_accum=grad_accum)
+        job, arch = model.job, model.job.architecture
+        node = Node(
+            ranks=min(choice.num_gpus, model.hardware.gpus_per_node),
+            fsdp_first_rank_loads=job.fsdp_first_rank_loads,
+            saves_optimizer=job.saves_optimizer,
+            copies=2 if job.reference_model else 1,
+        )
+        key = (self._states_by, node.ranks)
+        parts = model.shared.hosts.get(key)
+        if parts is None:
+            parts = model.shared.hosts[key] = host_parts(choice, node, arch, model.blocks(choice.method), self.held)
+        varying: list[HostPart | None] = []
+        if choice.offload:
+            varying.append(accumulated_part(choice, node, arch, model.blocks(choice.method)))
         if "activations" in choice.offload:
             at = self.activations(micro_batch)[1]
-            pinned += ranks * sum(at.kinds[index].full.kept for index in self._model.job.architecture.order)
-        if "optimizer" in choice.offload:
-            pinned += int(ranks * (held.master + held.moment1 + held.moment2))
-        if "params" in choice.offload:
-            pinned += int(ranks * (held.weights + held.gradients))
-        return pinned, pageable
+            varying.append(activations_part(choice, node, [at.kinds[index].full.kept for index in arch.order]))
+        more = tuple(part for part in varying if part is not None)
+        return HostMemory(parts + more, node.ranks * PROCESS_BYTES)

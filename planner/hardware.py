@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+NODE_LINK = 25e9
+"""Bytes per second one way of a port of 200 Gb/s for each GPU (the eight ConnectX-6 of a DGX A100's data sheet); a DGX
+H100 has 400 Gb/s. Nothing reads a machine's own."""
 GIGA = 10**9
 TERA = 10**12
 
@@ -27,19 +30,26 @@ class Hardware:
     compute_capability: str | None = None
     matmul_flops: float | None
     """Dense bf16 (fp16 before Ampere) multiply-adds x 2 per second, fp32 accumulation; None when not known."""
+    matmul_ceiling: float | None = None
+    """Best product measured on such a card, as a share of ``matmul_flops``; None where nobody published one."""
     fp32_flops: float | None
+    fp8_flops: float | None = None
+    fp4_flops: float | None = None
+    """The same below 16 bits; None where the card has no such units, or the rate is not known."""
     bandwidth: float | None
     """Device memory, bytes per second."""
     link: float | None
     """Between two cards of a node, bytes per second one way."""
-    link_name: str = "PCIe"
-    node_link: float = 25e9
+    node_link: float = NODE_LINK
     """Between nodes, bytes per second per GPU, one way."""
     host_link: float | None
     """Host to device, bytes per second one way."""
     power_w: float | None = None
     host_available_bytes: int | None = None
-    rates_source: str = ""
+    context_bytes: int | None = None
+    """Taken on a card by a process without tensors, None where nobody measured it."""
+    measured: bool = False
+    """Rates are those that a probe saw on this machine."""
 
     @property
     def num_gpus(self) -> int:

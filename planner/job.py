@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from planner.units import parse_tokens
+from planner.yaml_slips import mended
+
 Trainer = Literal["sft", "dpo", "kto", "reward", "grpo", "rloo"]
 Goal = Literal["fastest", "longest", "fewest_gpus", "headroom"]
 
@@ -49,6 +52,17 @@ class DataSpec(_Document):
     dataset: str | None = Field(default=None, description="Hub id, or a local .jsonl, .json, .parquet or .csv file.")
     split: str = Field(default="train", description="Split of a hub data set.")
     packing: bool = Field(default=False, description="Put several rows into one sequence of seq_len tokens.")
+    eval_dataset: str | None = Field(
+        default=None, description="Data to evaluate on, named like dataset; with eval_split alone it is dataset itself."
+    )
+    eval_split: str | None = Field(
+        default=None, description="Split of the evaluation data; without it test of a hub data set, all of a file."
+    )
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run evaluates."""
+        return self.eval_dataset is not None or self.eval_split is not None
 
 
 class Job(_Document):
@@ -73,8 +87,21 @@ class Job(_Document):
     )
     goal: Goal = "fastest"
     reserve: float = Field(default=0.05, ge=0, lt=1, strict=False, description="Share of each card kept free.")
+    price_per_hour: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e6,
+        strict=False,
+        description="Of one GPU, in any currency: plans then say what a run costs.",
+    )
     trl: dict[str, Any] = Field(default={}, description="Passed through to the trainer's config.")
     pins: dict[str, Any] = Field(default={}, description="Knob -> value that the planner must keep.")
+
+    @field_validator("seq_len", mode="before")
+    @classmethod
+    def _tokens(cls, value: Any) -> Any:
+        """``128k`` and ``1M`` are lengths in a file as on the command line."""
+        return parse_tokens(value) if isinstance(value, str) else value
 
     @field_validator("stack", mode="before")
     @classmethod
@@ -93,10 +120,27 @@ class Job(_Document):
             _check_plain(item, name)
         return value
 
+    @field_validator("trl")
+    @classmethod
+    def _run_length(cls, value: dict[str, Any]) -> dict[str, Any]:
+        _check_length("max_steps", value.get("max_steps"), whole=True)
+        _check_length("num_train_epochs", value.get("num_train_epochs"), whole=False)
+        return value
+
     @model_validator(mode="after")
     def _unique(self) -> Job:
         self.allow = list(dict.fromkeys(self.allow))
         return self
+
+
+def _check_length(name: str, given: Any, *, whole: bool) -> None:
+    """Hold the length of a run to a number: the trainer meets any other only after it has loaded the model."""
+    value = mended(given, name)
+    if value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or (whole and value != int(value)):  # type: ignore[call-overload]
+        raise ValueError(f"{name} is {str(given)[:40]!r}; give a {'whole number' if whole else 'number'}")
 
 
 def _check_plain(value: Any, where: str, depth: int = 0) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.adapters import lora_modules, outer_lora_modules
+from planner.activations import mode_of, outside_layers
+from planner.adapters import lora_parameters
 from planner.architecture import Architecture
 from planner.blocks import Block
-from planner.choice import Choice, Method
-from planner.depth import OFFLOAD_BANDS
+from planner.choice import ZERO, Choice, Method
+from planner.depth import OFFLOAD_BANDS, depth_of
+from planner.device_memory import NCCL_BYTES
 from planner.memory import MemoryModel, rank_tokens
 from planner.phases import held_bytes
 from planner.plan_json import memory_json, time_json
 from planner.problem import Problem
+from planner.run_cost import cost_of
 from planner.search import Candidate
 from planner.states import RoleTable
+from planner.textbook_gap import textbook_gap
 from planner.units import format_bytes
 
 LEDGER_SCHEMA = "trlfit.ledger/1"
@@ -53,12 +57,7 @@ def group_blocks(
         packed = quantised.get(group, 0)
         out[group] = Block(trained=count) if method == "full" else Block(frozen=count - packed, quantised=packed)
     if method != "full":
-        outer = outer_lora_modules(architecture, targets)
-        modules = lora_modules(architecture, targets)
-        adapters = sum(
-            m.count * lora_r * (m.in_features + m.out_features) for index in architecture.order for m in modules[index]
-        ) + sum(m.count * lora_r * (m.in_features + m.out_features) for m in outer)
-        out["adapters"] = Block(adapter=adapters)
+        out["adapters"] = Block(adapter=lora_parameters(architecture, lora_r, targets))
     return out
 
 
@@ -72,10 +71,16 @@ HOSTED = {
 """Role -> the offload that moves it to the host."""
 
 
+def _hosted(role: str, choice: Choice) -> bool:
+    # DeepSpeed keeps gradients where the optimizer is (planner/phases.py).
+    target = "optimizer" if role == "gradients" and choice.sharding in ZERO else HOSTED[role]
+    return target in choice.offload
+
+
 def _role_bytes(block: Block, roles: RoleTable, choice: Choice) -> dict[str, int]:
     """Bytes on one GPU of the five roles of one group; nothing of what is offloaded."""
     held = held_bytes(block, roles)
-    return {role: 0 if target in choice.offload else int(getattr(held, role)) for role, target in HOSTED.items()}
+    return {role: 0 if _hosted(role, choice) else int(getattr(held, role)) for role in HOSTED}
 
 
 def _states_text(block: Block, roles: RoleTable, role: str, choice: Choice) -> str:
@@ -92,8 +97,12 @@ def _states_text(block: Block, roles: RoleTable, role: str, choice: Choice) -> s
         width = getattr(r, role)
         ranks = {"weights": r.weights_ranks, "gradients": r.gradients_ranks}.get(role, r.optimizer_ranks)
         if count and width:
-            terms.append(f"{count:,} {fate} x {width:g} B" + (f" / {ranks} GPUs" if ranks > 1 else ""))
-    where = ", on the host" if terms and HOSTED[role] in choice.offload else ""
+            if role == "weights" and r.whole_weights and ranks > 1:
+                codes = width - r.whole_weights
+                terms.append(f"{count:,} {fate} x ({codes:g} B / {ranks} GPUs + {r.whole_weights:g} B of scales)")
+            else:
+                terms.append(f"{count:,} {fate} x {width:g} B" + (f" / {ranks} GPUs" if ranks > 1 else ""))
+    where = ", on the host" if terms and _hosted(role, choice) else ""
     return (" + ".join(terms) or "none") + where
 
 
@@ -112,6 +121,20 @@ class _Texts:
             self.total = self.total + reference_block(model, choice)
         self.coefficients = model.coefficients(choice)
         self.tokens = rank_tokens(model.job, choice)
+        self.device = model.device_of(choice)
+
+    def _saved(self) -> str:
+        """``36 x 33,554,432 B + 67,108,864 B outside them``: all that is kept when the loss begins."""
+        arch, choice = self.model.job.architecture, self.choice
+        _, at = self.model.activations_of(choice)
+        depth = depth_of(arch.order, choice.recompute, "activations" in choice.offload)
+        outside = outside_layers(at, (shape.recompute for shape in depth.shapes)) + at.final_norm
+        layers = [
+            f"{count} x {mode_of(at, shape.kind, shape.recompute).kept:,} B"
+            for shape, count in zip(depth.shapes, depth.totals, strict=True)
+            if shape.on_card
+        ]
+        return f"{' + '.join(layers)} + {outside:,} B outside them"
 
     def formula(self, part: str, phase: str) -> str:
         """How the bytes of ``part`` come about in ``phase``."""
@@ -125,35 +148,45 @@ class _Texts:
                 "selective": "layer inputs and attention outputs",
             }.get(self.choice.recompute, "layer inputs")
             bands = f", {OFFLOAD_BANDS} layers of them on the card" if "activations" in self.choice.offload else ""
-            return f"{kept} of {arch.num_layers} layers x {self.tokens:,} tokens{bands}"
+            share = "" if phase == "loss" else "up to "
+            return f"{kept} of {arch.num_layers} layers x {self.tokens:,} tokens{bands}: {share}{self._saved()}"
         if part == "recompute":
             return f"one layer at work on {self.tokens:,} tokens" if phase != "step" else "the optimizer's own copies"
+        if part == "context":
+            communicators = NCCL_BYTES if self.choice.num_gpus > 1 else 0
+            context = f"{format_bytes(self.device.context_bytes - communicators)} of CUDA context"
+            return context + (f" + {format_bytes(communicators)} of communicators" if communicators else "")
+        if part == "slack":
+            return f"{self.device.slack_share:.0%} of what is allocated, reserved beside it"
         if part == "loss":
             return (
                 f"{self.choice.loss_path}: {self.tokens:,} tokens x {arch.vocab:,} vocabulary, hidden {arch.hidden:,}"
             )
         return {
-            "gather": "unsharded weights in use and prefetched"
+            "gather": "unsharded weights in use, their buffers, and those gathered ahead"
             + (", keys and values of the ring" if self.choice.cp > 1 else ""),
             "buckets": "gradient buckets and the copy being reduced",
             "casts": "2 B copies of fp32 weights that autocast keeps",
-            "offload_buffers": "buffers on the way to the host",
-            "context": "CUDA context and communicators",
-            "slack": "reserved by the allocator beyond what is allocated",
+            "offload_buffers": "2 B of the largest parameter, whose gradient is on its way to the host",
         }[part]
 
-    def source(self, part: str) -> str:
+    def source(self, part: str, phase: str) -> str:
         """Where the formula comes from."""
         if part in ("weights", "gradients", "master", "moment1", "moment2"):
             return state_source(self.choice)
+        probed = "; corrected by a probe (docs/probe.md)" if self.model.correction(self.choice) else ""
+        if part == "recompute" and phase == "step":
+            return "torch.optim, deepspeed: step (planner/optimizers.py, planner/sharding_memory.py)"
         if part in ("saved_activations", "recompute"):
-            return self.coefficients.source
+            return self.coefficients.source + probed
+        if part == "context" and self.model.hardware.context_bytes is not None:
+            return "measured on this card (docs/probe.md)"
         return {
-            "loss": "the loss code of this TRL release (planner/loss_memory.py)",
+            "loss": f"the loss code of this TRL release (planner/loss_memory.py){probed}",
             "gather": "torch fully_shard and deepspeed defaults (planner/sharding_memory.py)",
             "buckets": "torch DDP, fully_shard and deepspeed defaults (planner/sharding_memory.py)",
             "casts": "torch.autocast weight cache",
-            "offload_buffers": "torch saved_tensors_hooks",
+            "offload_buffers": "deepspeed/runtime/zero/stage_1_and_2.py: temp_grad_buffer_for_gpu_offload",
             "context": "constant, not measured on this card (planner/device_memory.py)",
             "slack": "constant share, not measured on this card (planner/device_memory.py)",
         }[part]
@@ -173,7 +206,7 @@ def ledger(problem: Problem, candidate: Candidate) -> dict[str, Any]:
         "choice": choice.to_json(),
         "fits": candidate.fits,
         "memory": memory_json(memory),
-        "time": time_json(candidate.time),
+        "time": time_json(candidate.time, cost_of(problem, candidate)),
         "groups": [
             {
                 "group": name,
@@ -194,7 +227,7 @@ def ledger(problem: Problem, candidate: Candidate) -> dict[str, Any]:
                         "bytes": size,
                         "text": format_bytes(size),
                         "formula": texts.formula(part, phase.name),
-                        "source": texts.source(part),
+                        "source": texts.source(part, phase.name),
                     }
                     for part, size in phase.parts.items()
                     if size
@@ -202,4 +235,16 @@ def ledger(problem: Problem, candidate: Candidate) -> dict[str, Any]:
             }
             for phase in memory.phases
         ],
+        "host": [
+            {
+                "part": part.name,
+                "when": part.when,
+                "bytes": part.bytes,
+                "pinned": part.pinned,
+                "formula": part.formula,
+                "source": "planner/host_memory.py",
+            }
+            for part in memory.host.parts
+        ],
+        "textbook": textbook_gap(problem.judge.memory, choice, memory),
     }

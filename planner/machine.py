@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MACHINE_SCHEMA = "trlfit.machine/1"
 MAX_NODES = 1024
+BUSY_BYTES = 2**30
+"""Less than this on a card is its driver's or a desktop's."""
 MAX_BYTES = 2**50
 """A pebibyte: far beyond any card or host, small enough that sums stay exact as floats."""
 
@@ -96,6 +98,11 @@ class Machine(_Document):
     driver_version: str | None = None
     cuda_version: str | None = None
     notes: list[str] = Field(default=[], description="Sentences about what could not be read, and why.")
+
+    @property
+    def busy_cards(self) -> list[Card]:
+        """Usable cards of which other processes hold something worth mentioning."""
+        return [card for card in self.usable_cards if card.used_bytes >= BUSY_BYTES]
 
     @property
     def usable_cards(self) -> list[Card]:

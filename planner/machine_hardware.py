@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner.hardware import GIGA, TERA, Hardware
 from planner.machine import Card, Machine
+from profiles.card_shares import matmul_ceiling
 from profiles.cards import CardProfile
 
 CPU_CORE_FLOPS = 30e9
@@ -28,10 +29,8 @@ def cpu_hardware(machine: Machine, processes: int | None = None) -> Hardware:
         fp32_flops=cores * CPU_CORE_FLOPS / ranks,
         bandwidth=CPU_BANDWIDTH / ranks,
         link=CPU_BANDWIDTH / 4,
-        link_name="loopback",
         host_link=None,
         host_available_bytes=None,
-        rates_source=f"guessed from {cores} cores",
     )
 
 
@@ -71,17 +70,18 @@ def gpu_hardware(machine: Machine, profile: CardProfile | None) -> Hardware:
         card_indices=tuple(card.index for card in cards),
         compute_capability=capability,
         matmul_flops=_scaled(_flops(profile), compute_share),
+        matmul_ceiling=matmul_ceiling(profile.id) if profile else None,
         fp32_flops=profile.fp32_tflops * TERA * compute_share if profile and profile.fp32_tflops else None,
+        fp8_flops=profile.fp8_tflops * TERA * compute_share if profile and profile.fp8_tflops else None,
+        fp4_flops=profile.fp4_tflops * TERA * compute_share if profile and profile.fp4_tflops else None,
         bandwidth=profile.hbm_gb_s * GIGA * memory_share if profile else None,
         link=profile.nvlink_total_gb_s * GIGA / 2 if nvlink and profile else pcie,
-        link_name="NVLink" if nvlink else "PCIe",
         host_link=pcie,
         power_w=max(
             (c.power_limit_w for c in cards if c.power_limit_w),
             default=profile.tdp_w if profile else None,
         ),
         host_available_bytes=host.available_bytes if host else None,
-        rates_source="; ".join(profile.sources) if profile else "",
     )
 
 

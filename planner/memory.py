@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
+from planner.activations import ActivationsAt, activations_at
 from planner.architecture import Architecture
 from planner.blocks import Blocks, parameter_blocks
 from planner.choice import FSDP2, ZERO, Choice, Method
 from planner.coefficients import Coefficients
-from planner.device_memory import device_model
+from planner.device_memory import DeviceModel, device_model
 from planner.formula import ActivationOptions
 from planner.frame import MemoryFrame, Shared, Verdict
 from planner.hardware import Hardware
-from planner.loss_memory import LossBytes, loss_bytes
-from planner.phases import (
-    ActivationsAt,
-    HeldBytes,
-    Phase,
-    States,
-    activations_at,
-    held_bytes,
-    resident_states,
-)
-from planner.sharding_memory import ShardingBytes, sharding_bytes
+from planner.host_memory import HostMemory, largest_parameter_bytes
+from planner.loss_memory import NO_METRICS, LossBytes, loss_bytes
+from planner.phases import HeldBytes, Phase, States, held_bytes, resident_states
+from planner.sharding_memory import ShardingBytes, reads_resting_head, sharding_bytes
 from planner.states import (
     DTYPE_BYTES,
     RoleTable,
@@ -31,9 +26,16 @@ from planner.states import (
     compute_bytes,
     residual_bytes,
     role_table,
+    runs_under_autocast,
     trainable_roles,
     uses_autocast,
 )
+from profiles.releases import LogitMetrics
+
+if TYPE_CHECKING:
+    from planner.measured import Matcher, MeasuredJob
+    from planner.measured_memory import Correction, MeasuredMemory
+    from profiles.routes import Route
 
 CoefficientSource = Callable[[Architecture, ActivationOptions], Coefficients]
 
@@ -54,14 +56,35 @@ class MemoryJob:
     """Rows differ in length, so a batch above one carries a padding mask."""
     reference_model: bool = False
     """A frozen copy of the model is held beside the policy (DPO, KTO without adapters)."""
+    evaluates: bool = False
+    eval_rows: int | None = None
+    """Examples of one evaluation batch on one rank; None is as many as in training."""
     scores_vocabulary: bool = True
     """The loss goes through the vocabulary head; a reward model's scalar head does not."""
-    full_logits_bytes: float = 12.0
-    """Bytes per logit of the full-logits path in this TRL release, one row per batch."""
-    full_logits_bytes_batched: float = 12.0
-    """The same with two rows or more."""
+    logit_metrics: LogitMetrics = NO_METRICS
+    """What this TRL release's metrics hold beside full logits."""
+    liger_in_place: bool = True
+    """liger-kernel adds to the head's gradient in place (0.8.3 and later)."""
+    fsdp_first_rank_loads: bool = False
+    """transformers < 5 loads a model under FSDP on the first rank of a node alone."""
+    saves_optimizer: bool = True
+    """Checkpoints hold the optimizer's states."""
+    expandable_segments: bool = True
+    """torch's allocator maps pages where it needs them (PYTORCH_CUDA_ALLOC_CONF), as written runs tell it to."""
     head_in_tail_group: bool = True
-    """accelerate >= 1.14 wraps final norm and head as one FSDP2 group that stays gathered."""
+    """accelerate >= 1.14: FSDP2 has groups for embedding and head; before it the root held both."""
+    route: Route | None = None
+    """The precision route below 16 bits; None is bf16."""
+    emulated: bool = False
+    """The route's numerics by the reference layer."""
+
+
+class ReferenceBytes(NamedTuple):
+    """A reference model's moments on one rank, beside its share of the weights at rest."""
+
+    load: int
+    """Alone on the card while it is loaded: the policy is still on the host."""
+    forward_gather: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +100,7 @@ class MemoryEstimate:
     headroom_bytes: int | None
     """Capacity less the reserve, less ``device_bytes``; negative when it does not fit."""
     fits: bool
-    host_pinned_bytes: int
-    host_pageable_bytes: int
+    host: HostMemory
     host_fits: bool
     peak_phase: str
     evidence: str
@@ -100,10 +122,14 @@ class MemoryModel:
     hardware: Hardware
     reserve: float
     source: CoefficientSource
+    measured: tuple[MeasuredJob, ...] = ()
+    """Probes of the job's layers on this machine."""
     usable_bytes: int = field(init=False)
     """Capacity less the reserve."""
     shared: Shared = field(default_factory=Shared, init=False)
     _blocks: dict[Method, Blocks] = field(default_factory=dict[Method, Blocks], init=False)
+    _matching: Matcher | None = field(default=None, init=False)
+    _probes: dict[int, MeasuredMemory] = field(default_factory=dict[int, "MeasuredMemory"], init=False)
 
     def __post_init__(self) -> None:
         self.usable_bytes = int((self.hardware.capacity_bytes or 0) * (1 - self.reserve))
@@ -134,8 +160,7 @@ class MemoryModel:
         found = frame.phases(choice.micro_batch, choice.grad_accum)
         peak = max(found, key=lambda phase: phase.bytes)
         verdict = frame.verdict(choice.micro_batch, choice.grad_accum)
-        device = device_model(choice, self.hardware).at(peak.bytes)
-        pinned, pageable = frame.host(choice.micro_batch)
+        device = self.device_of(choice).at(peak.bytes)
         for phase in found:
             phase.parts["context"] = device.context_bytes
             phase.parts["slack"] = device.slack_bytes if phase is peak else 0
@@ -148,13 +173,12 @@ class MemoryModel:
             capacity_bytes=self.hardware.capacity_bytes,
             headroom_bytes=verdict.headroom_bytes,
             fits=verdict.fits,
-            host_pinned_bytes=pinned,
-            host_pageable_bytes=pageable,
+            host=frame.host(choice.micro_batch, choice.grad_accum),
             host_fits=verdict.host_fits,
             peak_phase=peak.name,
-            evidence=self.coefficients(choice).evidence,
+            evidence="measured" if self.correction(choice) else self.coefficients(choice).evidence,
             phases=tuple(found),
-            roles=role_table(choice, self.job.quantization),
+            roles=self.roles(choice),
         )
 
     def verdict(self, choice: Choice) -> Verdict:
@@ -165,24 +189,76 @@ class MemoryModel:
         """The coefficients that ``choice`` is priced with."""
         return self.frame(choice).activations(choice.micro_batch)[0]
 
+    def roles(self, choice: Choice) -> RoleTable:
+        """Bytes per parameter of every fate under ``choice``."""
+        return role_table(choice, self.job.quantization)
+
     def states_of(self, choice: Choice) -> tuple[States, HeldBytes]:
         """What ``choice`` holds at rest, on the card and altogether."""
-        blocks, roles = self.blocks(choice.method), role_table(choice, self.job.quantization)
+        blocks, roles = self.blocks(choice.method), self.roles(choice)
         held = held_bytes(blocks.total, roles)
         if self.job.reference_model:
             copy = blocks.num_parameters * DTYPE_BYTES[choice.weights] / roles.frozen.weights_ranks
             held = replace(held, weights=held.weights + copy)
-        return resident_states(choice, blocks, roles, held, tied=self.job.architecture.tied), held
+        states = resident_states(choice, blocks, roles, held, tied=self.job.architecture.tied)
+        buffer = largest_parameter_bytes(choice, self.job.architecture)
+        if buffer:
+            rest = {**states.rest, "offload_buffers": float(buffer)}
+            states = replace(states, rest=rest, rest_bytes=states.rest_bytes + buffer)
+        return states, held
 
     def activations_of(self, choice: Choice) -> tuple[Coefficients, ActivationsAt]:
         """Coefficients of ``choice`` and their values at its micro-batch."""
-        coefficients = self.source(self.job.architecture, self.activation_options(choice))
-        return coefficients, activations_at(coefficients, rank_tokens(self.job, choice), self.job.seq_len)
+        job, tokens = self.job, rank_tokens(self.job, choice)
+        coefficients = self.source(job.architecture, self.activation_options(choice))
+        at = activations_at(coefficients, tokens, job.seq_len)
+        if job.route is not None:
+            from planner.route_memory import with_route  # plans in bf16 do without
+
+            at = with_route(at, job.architecture, job.route, tokens, emulated=job.emulated)
+        return coefficients, at
+
+    def matcher(self) -> Matcher:
+        """Which probe a choice goes by, for memory and time alike."""
+        if self._matching is None:
+            from planner.measured import Matcher  # only plans with a probe pay for it
+
+            self._matching = Matcher(self.measured, self)
+        return self._matching
+
+    def correction(self, choice: Choice) -> Correction | None:
+        """What a probe adds to the phases of ``choice``, None where none ran its layers."""
+        if not self.measured:
+            return None
+        from planner.measured_memory import MeasuredMemory  # only plans with a probe pay for it
+
+        job = self.matcher()(choice)
+        if job is None:
+            return None
+        probe = self._probes.get(id(job))
+        if probe is None:
+            probe = self._probes[id(job)] = MeasuredMemory(self, job)
+        return probe.correction(choice, self.job.architecture.num_layers, rank_tokens(self.job, choice))
 
     def shard_of(self, choice: Choice) -> ShardingBytes:
         """What the sharding of ``choice`` adds."""
         blocks, roles, job = self.blocks(choice.method), trainable_roles(choice), self.job
         return sharding_bytes(choice, job.architecture, blocks, roles, job.seq_len, job.head_in_tail_group)
+
+    def reference_of(self, choice: Choice) -> ReferenceBytes:
+        """What a frozen reference model adds to its copy of the weights.
+
+        TRL wraps it as one FSDP2 group (trl/models/utils.py: ``prepare_fsdp``): ``fully_shard`` moves it to the card
+        whole before it cuts it (_fsdp_init.py:567), and its forward gathers all of it.
+        """
+        if not self.job.reference_model or choice.sharding not in FSDP2:
+            return ReferenceBytes(0, 0)
+        count = self.blocks(choice.method).num_parameters
+        return ReferenceBytes(load=DTYPE_BYTES[choice.weights] * count, forward_gather=compute_bytes(choice) * count)
+
+    def device_of(self, choice: Choice) -> DeviceModel:
+        """How the tensors of ``choice`` become what the card shows."""
+        return device_model(choice, self.hardware, expandable_segments=self.job.expandable_segments)
 
     def loss_of(self, choice: Choice) -> LossBytes:
         """What the loss of ``choice`` allocates."""
@@ -190,7 +266,7 @@ class MemoryModel:
         if not job.scores_vocabulary:
             return LossBytes(0, 0, "one score per sequence", "trl reward_trainer.py")
         gathered = choice.sharding in FSDP2 or choice.sharding in ZERO or choice.sharding == "fsdp1"
-        batched = choice.micro_batch * job.rows_per_sequence > 1
+        gathered = gathered and not reads_resting_head(choice, tied=arch.tied, tail_group=job.head_in_tail_group)
         return loss_bytes(
             choice.loss_path,
             tokens=rank_tokens(job, choice),
@@ -200,9 +276,11 @@ class MemoryModel:
             head_bytes=compute_bytes(choice) if gathered else DTYPE_BYTES[choice.weights],
             compute_bytes=compute_bytes(choice),
             head_trains=choice.method == "full",
-            bytes_per_logit=job.full_logits_bytes_batched if batched else job.full_logits_bytes,
             autocast=uses_autocast(choice),
             softcap=arch.logit_softcap is not None,
+            rows=choice.micro_batch * job.rows_per_sequence,
+            metrics=job.logit_metrics,
+            liger_in_place=job.liger_in_place,
         )
 
     def activation_options(self, choice: Choice) -> ActivationOptions:
@@ -222,6 +300,7 @@ class MemoryModel:
             masked=(padded or choice.packing) and choice.attention != "flash_attention_2",
             quantised=choice.method == "qlora",
             mask_bias=self.hardware.device == "cuda",
+            autocast=runs_under_autocast(choice),
         )
 
 

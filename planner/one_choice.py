@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.contradictions import check_inputs
+from planner.longest import settled
 from planner.pins import PinError
 from planner.problem import PlanInput, Problem, make_problem, with_job
 from planner.rules import Refusal, all_refusals, job_refusals
@@ -34,12 +35,9 @@ def choose_one(inputs: PlanInput) -> OneChoice:
         planner.adapters.TargetError: LoRA targets that the model does not have.
     """
     check_inputs(inputs)
-    if inputs.job.goal == "longest":
-        from planner.longest import longest  # only this goal pays for it
-
-        length, _ = longest(inputs)
-        inputs = with_job(inputs, seq_len=length or inputs.job.seq_len)
-    problem = make_problem(inputs)
+    own_method = [group for group in inputs.job.allow if group != "method"]
+    length = settled(with_job(inputs, allow=own_method)).job.seq_len
+    problem = make_problem(with_job(inputs, seq_len=length))
     of_job = job_refusals(problem.judge.rules)
     result = search(problem.judge, problem.options, inputs.job.goal)
     legal = result.best or next(iter(result.near_misses), None)

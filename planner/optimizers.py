@@ -28,6 +28,23 @@ class Optimizer:
     device: Literal["any", "cuda"] = "any"
     note: str = ""
 
+    @property
+    def foreach(self) -> bool:
+        """One kernel per operation over all parameters instead of one per parameter group."""
+        return self.step_transient > 0
+
+    def moved_bytes(self, *, weights: float, gradients: float, master: float, moment1: float, moment2: float) -> float:
+        """Bytes read and written per element in one step, from the widths of what it holds.
+
+        One fused kernel reads the gradient and reads and writes everything else. The foreach implementation makes a
+        pass per operation (torch/optim/adam.py, _multi_tensor_adam): decay, lerp, mul, addcmul, sqrt, div, add, addcdiv
+        touch the weight four times, the first state and the gradient three times, the second state five times and a
+        temporary six times.
+        """
+        if self.foreach:
+            return 4.0 * weights + 2.0 * master + 3.0 * (moment1 + gradients) + 5.0 * moment2 + 6.0 * weights
+        return 2.0 * (weights + master + moment1 + moment2) + gradients
+
     def state_bytes(self, parameter_bytes: int) -> tuple[float, float]:
         """(first, second) state bytes per element for parameters of ``parameter_bytes`` width."""
         first = parameter_bytes if self.moment1 is None else self.moment1

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
 
+from planner.activations import ActivationsAt, LayerAt, mode_of, outside_layers
 from planner.blocks import Block, Blocks
-from planner.choice import FSDP2, Choice
-from planner.coefficients import Coefficients, ModeBytes
+from planner.choice import FSDP2, ZERO, Choice
 from planner.depth import Depth
 from planner.loss_memory import LossBytes
 from planner.optimizers import find_optimizer
-from planner.sharding_memory import ShardingBytes
+from planner.sharding_memory import NOTHING_BESIDE, ZERO_BUCKET_ELEMENTS, ShardingBytes
 from planner.states import RoleTable, uses_autocast
 
 PARTS = (
@@ -51,45 +51,6 @@ class Phase:
         return sum(self.parts.values())
 
 
-class ModeAt(NamedTuple):
-    """``ModeBytes`` at one token count."""
-
-    kept: int
-    forward: int
-    backward: int
-    attention_backward: int
-
-
-class LayerAt(NamedTuple):
-    """``LayerBytes`` at one token count."""
-
-    none: ModeAt
-    full: ModeAt
-    selective: ModeAt
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationsAt:
-    """All coefficients at one token count; layers in the order of ``Architecture.kinds``."""
-
-    kinds: tuple[LayerAt, ...]
-    model_saved: int
-    final_norm: int
-
-
-def activations_at(coefficients: Coefficients, tokens: int, sequence: int) -> ActivationsAt:
-    """Evaluate ``coefficients`` for one rank's ``tokens`` in sequences of ``sequence`` tokens."""
-
-    def mode(b: ModeBytes) -> ModeAt:
-        return ModeAt(*(a.at(tokens, sequence) for a in (b.kept, b.forward, b.backward, b.attention_backward)))
-
-    return ActivationsAt(
-        tuple(LayerAt(mode(b.none), mode(b.full), mode(b.selective)) for b in coefficients.layers),
-        coefficients.model_saved.at(tokens, sequence),
-        coefficients.final_norm_saved.at(tokens, sequence),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class HeldBytes:
     """Bytes at rest of some parameters by role, gradients included, on one rank."""
@@ -105,7 +66,7 @@ def held_bytes(block: Block, roles: RoleTable) -> HeldBytes:
     """What ``block`` holds at rest."""
     t, a, trained, adapter = roles.trained, roles.adapters, block.trained, block.adapter
     frozen = block.frozen * roles.frozen.weights / roles.frozen.weights_ranks
-    quantised = block.quantised * roles.quantised.weights / roles.quantised.weights_ranks
+    quantised = block.quantised * roles.quantised.weights_here
     return HeldBytes(
         weights=trained * t.weights / t.weights_ranks + adapter * a.weights / a.weights_ranks + frozen + quantised,
         gradients=trained * t.gradients / t.gradients_ranks + adapter * a.gradients / a.gradients_ranks,
@@ -132,6 +93,7 @@ class States:
     """What is at rest on the card, and gradients by part of the model; shared by all candidates with these states."""
 
     rest: dict[str, float]
+    """By role; gradients among them where one buffer holds them for good."""
     rest_bytes: float
     all_gradients: float
     layer_gradients: tuple[float, ...]
@@ -154,20 +116,46 @@ def resident_states(choice: Choice, blocks: Blocks, roles: RoleTable, held: Held
         "moment1": held.moment1 * states,
         "moment2": held.moment2 * states,
     }
-    embedding = held_bytes(blocks.embedding, roles).gradients * on_card
-    tail = held_bytes(blocks.final_norm + blocks.head, roles).gradients * on_card
+    # DeepSpeed keeps the gradients of an offloaded optimizer on the host (stage3.py: grad_partitions_flat_buffer;
+    # stage_1_and_2.py: async_inplace_copy_grad_to_fp32_buffer_from_gpu).
+    gradients_here = states if choice.sharding in ZERO else on_card
+    every = held.gradients * gradients_here
+    embedding = held_bytes(blocks.embedding, roles).gradients * gradients_here
+    tail = held_bytes(blocks.final_norm + blocks.head, roles).gradients * gradients_here
+    layers = tuple(held_bytes(block, roles).gradients * gradients_here for block in blocks.kinds)
+    # Under FSDP2 the embedding's gradient is whole at the end, under FSDP1 that of head and final norm too:
+    # sharding_memory counts them.
+    if choice.sharding == "fsdp1":
+        tail = 0.0
+    elif choice.sharding in FSDP2:
+        embedding = 0.0
+    elif tied:
+        tail += embedding
+    if choice.sharding == "zero2":
+        # The rank with the head makes room for all its gradients when the first bucket is reduced
+        # (copy_grads_in_partition).
+        tail = every if blocks.total.trainable > ZERO_BUCKET_ELEMENTS else 0.0
+        embedding, layers = 0.0, (0.0,) * len(layers)
+    elif choice.sharding == "zero3":
+        # One buffer, made with the optimizer (_setup_for_real_optimizer).
+        rest["gradients"] = every
+        every, embedding, tail, layers = 0.0, 0.0, 0.0, (0.0,) * len(layers)
     casts = 2.0 if uses_autocast(choice) and choice.weights == "fp32" else 0.0
+    # Beside a low-precision base PEFT holds adapters in fp32 too; those of a quantised base are bf16.
+    adapter_casts = 2.0 if uses_autocast(choice) and roles.adapters.weights == 4 else 0.0
     return States(
         rest=rest,
         rest_bytes=sum(rest.values()),
-        all_gradients=held.gradients * on_card,
-        layer_gradients=tuple(held_bytes(block, roles).gradients * on_card for block in blocks.kinds),
+        all_gradients=every,
+        layer_gradients=layers,
         embedding_gradients=embedding,
-        # Under FSDP2 a tied embedding's gradient stays whole until the end: sharding_memory counts it.
-        tail_gradients=tail + (embedding if tied and choice.sharding not in FSDP2 else 0.0),
-        cast_bytes=tuple(casts * weights for weights in blocks.cast_weights),
-        # States on the host are updated there.
-        step_bytes=find_optimizer(choice.optimizer).step_transient * held.gradients * on_card * states,
+        tail_gradients=tail,
+        cast_bytes=tuple(
+            casts * weights + adapter_casts * adapters
+            for weights, adapters in zip(blocks.cast_weights, blocks.cast_adapters, strict=True)
+        ),
+        # States on the host are updated there. An optimizer of master copies works in their width.
+        step_bytes=find_optimizer(choice.optimizer).step_transient * (held.master or held.gradients) * on_card * states,
     )
 
 
@@ -195,19 +183,14 @@ class _Station(NamedTuple):
     """Per row of the micro-batch."""
     buckets: float
     casts: float
+    copy: float = 0.0
+    """Forward: gathered before the layer runs, and gone then."""
 
 
 class LayerWalker:
     """The walk through the layers whatever the loss and the optimizer, ready for any micro-batch."""
 
-    __slots__ = (
-        "_backward",
-        "_depth",
-        "_forward",
-        "_last",
-        "backward_casts",
-        "forward_casts",
-    )
+    __slots__ = ("_backward", "_depth", "_forward", "_last", "backward_casts", "forward_casts")
 
     def __init__(self, depth: Depth, states: States, shard: ShardingBytes, *, tied: bool, accumulates: bool) -> None:
         """Work out what does not depend on tokens.
@@ -228,41 +211,53 @@ class LayerWalker:
         added = [0.0 if accumulates else states.layer_gradients[k] for k in kinds]
         persisting, tail = (states.all_gradients, 0.0) if accumulates else (0.0, states.tail_gradients)
         made, buckets = tail + _times(depth.totals, added), float(shard.rest_buckets)
+        back = buckets + shard.backward_buckets
         self.forward_casts, self.backward_casts = _times(depth.totals, casts), _times(depth.totals, held)
         # Autocast's copies of the weights used so far stay cached.
-        self._forward = tuple(
-            _Station(s, n, persisting, gather[s] + shard.root_forward, ring[s], buckets, _times(n, casts) + casts[s])
-            for s, n in depth.forward
-        )
+        forward: list[_Station] = []
+        for s, n, place in depth.forward:
+            beside = shard.beside[place] if shard.beside else NOTHING_BESIDE
+            whole, of_casts = gather[s] + shard.root_forward + beside.forward_gather, _times(n, casts) + casts[s]
+            forward.append(_Station(s, n, persisting, whole, ring[s], buckets, of_casts, beside.forward_copy))
+        self._forward = tuple(forward)
         backward: list[_Station] = []
-        for s, before in depth.backward:
+        for s, before, place in depth.backward:
             kept = (*before[:s], before[s] + 1, *before[s + 1 :])
-            gradients, reduced = persisting + made - _times(kept, added), buckets + shard.layer_reduce[kinds[s]]
-            whole = gather[s] + shard.root_backward
-            backward.append(_Station(s, kept, gradients, whole, ring[s], reduced, _times(kept, held)))
+            gradients, reduced = persisting + made - _times(kept, added), back + shard.layer_reduce[kinds[s]]
+            beside = shard.beside[place] if shard.beside else NOTHING_BESIDE
+            whole, of_casts = gather[s] + shard.root_backward + beside.backward_gather, _times(kept, held)
+            reduced += beside.reduced
+            if shard.inputs_stay:
+                kept = _with_stayed(kept, depth.totals)
+            backward.append(_Station(s, kept, gradients, whole, ring[s], reduced, of_casts))
         self._backward = tuple(backward)
         # The embedding's gradient comes last. Tied to the head, it is added out of place to the one that exists: both
         # and their sum live at once. One that accumulates is there already.
-        last = 0.0 if accumulates else made + states.embedding_gradients * (2.0 if tied else 1.0)
-        self._last = Moment(gradients=last, gather=shard.root_backward, buckets=shard.rest_buckets)
+        last = persisting or made + states.embedding_gradients * (2.0 if tied else 1.0)
+        whole = shard.root_backward if shard.last_gather is None else shard.last_gather
+        self._last = Moment(gradients=last + shard.last_gradients, gather=whole, buckets=back + shard.last_reduce)
 
     def at(self, at: ActivationsAt, rows: int) -> LayerWalk:
         """The worst moments of forward and backward at ``rows`` sequences on this rank."""
-        shapes, base = self._depth.shapes, at.model_saved
-        modes = [_mode(at, shape.kind, shape.recompute) for shape in shapes]
+        shapes = self._depth.shapes
+        base = outside_layers(at, (shape.recompute for shape in shapes))
+        modes = [mode_of(at, shape.kind, shape.recompute) for shape in shapes]
         kept = [mode.kept if shape.on_card else 0 for mode, shape in zip(modes, shapes, strict=True)]
-        highest, worst = -1.0, (self._forward[0], 0.0, 0, 0.0)
+        highest, worst = -1.0, (self._forward[0], 0.0, 0.0, 0.0)
         for station in self._forward:
-            shape, before, gradients, gather, ring, buckets, casts = station
+            shape, before, gradients, gather, ring, buckets, casts, copy = station
             saved = base + _times(before, kept)
-            transient, gather = modes[shape].forward, gather + ring * rows
+            transient: float = modes[shape].forward
+            gather += ring * rows
+            if copy:
+                transient, gather = _arriving(transient, gather, copy - ring * rows, at.kinds[shapes[shape].kind])
             live = gradients + saved + transient + gather + buckets + casts
             if live > highest:
                 highest, worst = live, (station, saved, transient, gather)
         forward = _moment(*worst)
-        highest_back, worst_back = sum(self._last) if self._last.gradients else -1.0, None
+        highest_back, worst_back = sum(self._last) if self._last.gradients or self._last.buckets else -1.0, None
         for station in self._backward:
-            shape, before, gradients, gather, ring, buckets, casts = station
+            shape, before, gradients, gather, ring, buckets, casts, _ = station
             saved = base + _times(before, kept)
             _, _, transient, at_attention = modes[shape]
             # The ring's buffers live with the attention block, not with the MLP.
@@ -275,16 +270,49 @@ class LayerWalker:
         saved = base + _times(self._depth.totals, kept) + at.final_norm
         return LayerWalk(forward, highest, backward, highest_back, saved)
 
+    def evaluation(self, at: ActivationsAt, rows: int, loss: LossBytes, shard: ShardingBytes) -> Moment:
+        """The worst moment of a forward pass that keeps nothing for backward, its loss included.
+
+        No gradient exists: the trainer drops them after every step, and evaluation comes after one. A layer without
+        autograd runs as a checkpointed one does, whose only kept tensor is its input. Autocast caches all the same.
+        """
+        hidden = at.model_saved + at.final_norm
+        moments = [Moment(0.0, hidden, 0.0, loss.forward, shard.root_loss, shard.rest_buckets, self.forward_casts)]
+        for shape, _, _, gather, ring, buckets, casts, copy in self._forward:
+            layer = at.kinds[self._depth.shapes[shape].kind]
+            kept = at.model_saved + layer.full.kept
+            transient: float = layer.full.forward
+            gather += ring * rows
+            if copy:
+                transient, gather = _arriving(transient, gather, copy - ring * rows, layer)
+            moments.append(Moment(0.0, kept, transient, 0.0, gather, buckets, casts))
+        return max(moments, key=sum)
+
+
+def _arriving(transient: float, gather: float, more: float, layer: LayerAt) -> tuple[float, float]:
+    """(working set, gathered) of a layer's forward, or of the moment before it when its weights have just arrived.
+
+    What it reads is there by then: the one tensor that a recomputed layer keeps. ``more`` is gathered then than later.
+    """
+    before = layer.full.kept
+    return (before, gather + more) if before + more > transient else (transient, gather)
+
+
+def _with_stayed(kept: tuple[int, ...], totals: tuple[int, ...]) -> tuple[int, ...]:
+    """``kept`` layers, and twice those that backward has left behind: their inputs and the gradients of these.
+
+    The gradient that arrives at the layer in work is the input gradient of the one before, and counted with the layer.
+    """
+    behind = [total - here for total, here in zip(totals, kept, strict=True)]
+    stayed = [2 * number for number in behind]
+    nearest = next((shape for shape, number in enumerate(behind) if number), None)
+    if nearest is not None:
+        stayed[nearest] -= 1
+    return tuple(here + more for here, more in zip(kept, stayed, strict=True))
+
 
 def _moment(station: _Station, saved: float, transient: float, gather: float) -> Moment:
     return Moment(station.gradients, saved, transient, 0.0, gather, station.buckets, station.casts)
-
-
-def _mode(at: ActivationsAt, kind: int, recompute: str) -> ModeAt:
-    layer = at.kinds[kind]
-    if recompute == "none":
-        return layer.none
-    return layer.selective if recompute == "selective" else layer.full
 
 
 def _times(counts: tuple[int, ...], sizes: list[float] | list[int]) -> float:
@@ -298,16 +326,26 @@ def loss_moment(
     walker: LayerWalker, layers: LayerWalk, loss: LossBytes, shard: ShardingBytes, persisting: float
 ) -> Moment:
     """The loss forward or backward, whichever is higher, on top of everything that is saved."""
-    size, casts = loss.backward, walker.backward_casts
-    if loss.forward + walker.forward_casts >= size + casts:
-        size, casts = loss.forward, walker.forward_casts
-    return Moment(persisting, layers.saved, 0.0, size, shard.root_loss, shard.rest_buckets, casts)
+    after = shard.root_loss if shard.loss_backward is None else shard.loss_backward
+    forward, backward = walker.forward_casts, walker.backward_casts
+    moments = [
+        (loss.forward, shard.root_loss, 0, forward),
+        (loss.backward, after + (0 if loss.at_head else shard.loss_ahead), 0, backward),
+        (loss.at_head, after + shard.loss_ahead, 0, backward),
+    ]
+    if shard.beside:
+        moments += [(0, shard.root_loss + shard.loss_copy, 0, 0), (0, shard.tail_gather, shard.tail_reduce, 0)]
+    size, gather, reduced, casts = max(moments, key=sum)
+    return Moment(persisting, layers.saved, 0.0, size, gather, shard.rest_buckets + reduced, casts)
 
 
 def step_moment(choice: Choice, states: States, shard: ShardingBytes) -> Moment:
     """The optimizer's own copies; on the host when its states are offloaded."""
-    partition = 0 if "optimizer" in choice.offload else shard.step_bytes
-    return Moment(gradients=states.all_gradients, recompute=states.step_bytes + partition, buckets=shard.rest_buckets)
+    here = 0 if "optimizer" in choice.offload else 1
+    # Stage 1 lets go of the gradients that other ranks update (stage_1_and_2.py: step, free_grad_in_param_list).
+    gradients = states.all_gradients / (choice.shard_ranks if choice.sharding == "zero1" else 1)
+    work = max(states.step_bytes, shard.step_copy * here) + shard.step_bytes * here
+    return Moment(gradients=gradients, recompute=work, buckets=shard.rest_buckets)
 
 
 def phases(states: States, shard: ShardingBytes, moments: dict[str, Moment]) -> list[Phase]:
@@ -324,5 +362,6 @@ def phases(states: States, shard: ShardingBytes, moments: dict[str, Moment]) -> 
     found = [load]
     for name, moment in {**moments, "save": save}.items():
         merged = {**states.rest, **moment._asdict()}
+        merged["gradients"] += states.rest.get("gradients", 0.0)
         found.append(Phase(name, {part: int(merged.get(part, 0.0)) for part in PARTS}))
     return found

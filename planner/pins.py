@@ -74,9 +74,15 @@ def _optimizer(knob: str, value: Any) -> str:
 
 
 def _route(knob: str, value: Any) -> str:
-    if str(value) != "bf16":
-        raise PinError(f"{knob}={_short(value)} is not a route that can be launched yet; known: bf16")
-    return "bf16"
+    text = str(value).strip()
+    if text != "bf16":
+        from planner.routes import asked_route  # most plans do without
+
+        try:
+            asked_route({knob: text})
+        except LookupError as error:
+            raise PinError(f"{knob}={_short(value)}: {error}") from None
+    return text
 
 
 PARSERS: dict[str, Callable[[str, Any], Any]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.architecture import Architecture
@@ -23,7 +23,14 @@ def memory_json(memory: MemoryEstimate) -> dict[str, Any]:
         "allocated_bytes": memory.allocated_bytes,
         "reserved_bytes": memory.reserved_bytes,
         "device_bytes": memory.device_bytes,
-        "host_bytes": {"pinned": memory.host_pinned_bytes, "pageable": memory.host_pageable_bytes},
+        "host_bytes": {
+            "pinned": memory.host.pinned_bytes,
+            "pageable": memory.host.pageable_bytes,
+            "load": memory.host.load_bytes,
+            "save": memory.host.save_bytes,
+            "processes": memory.host.process_bytes,
+            "peak": memory.host.peak_bytes,
+        },
         "capacity_bytes": memory.capacity_bytes,
         "headroom_bytes": memory.headroom_bytes,
         "low_bytes": memory.low_bytes,
@@ -42,8 +49,8 @@ def memory_json(memory: MemoryEstimate) -> dict[str, Any]:
     }
 
 
-def time_json(time: TimeEstimate | None) -> dict[str, Any] | None:
-    """Seconds of one step, or None where the card's rates are not known."""
+def time_json(time: TimeEstimate | None, cost: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Seconds of one step and what the run takes (``planner.run_cost``), None where the card's rates are not known."""
     if time is None:
         return None
     return {
@@ -55,6 +62,7 @@ def time_json(time: TimeEstimate | None) -> dict[str, Any] | None:
         "mfu": round_significant(time.mfu, 4) if time.mfu is not None else None,
         "parts": {part: round_significant(seconds) for part, seconds in time.parts.items()},
         "evidence": time.evidence,
+        **(cost or {}),
     }
 
 
@@ -66,6 +74,7 @@ def candidate_json(
     files: Sequence[str],
     warnings: Sequence[str],
     cards: Sequence[int],
+    cost: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """One candidate as the plan prints it."""
     return {
@@ -75,7 +84,7 @@ def candidate_json(
         "num_gpus": candidate.choice.num_gpus,
         "cards": list(cards),
         "memory": memory_json(memory),
-        "time": time_json(candidate.time),
+        "time": time_json(candidate.time, cost),
         "why": list(why),
         "files": list(files),
         "warnings": list(warnings),

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from planner.changes import Change, changes_that_fit, changes_that_help
-from planner.contradictions import check_inputs, contradiction
-from planner.explain import peak_sentence, shortage, why
+from planner.advice.changes import Change, changes_by_route, changes_that_fit, changes_that_help
+from planner.advice.reasons import peak_sentence, shortage, why
+from planner.advice.route_offers import offers
+from planner.architecture import Architecture
+from planner.blocks import parameter_blocks
+from planner.contradictions import check_inputs
+from planner.job import Job
 from planner.memory import MemoryEstimate
+from planner.methods import JobSearch, search_job
 from planner.plan_json import architecture_json, candidate_json
-from planner.problem import PlanInput, Problem, make_problem, run_file_names, with_job
-from planner.rules import job_refusals, warnings_for
-from planner.search import Candidate, SearchResult, distinct, search
+from planner.problem import PlanInput, Problem, run_file_names
+from planner.rules import warnings_for
+from planner.run_cost import cost_of
+from planner.search import Candidate, SearchResult, distinct
 from planner.units import format_gib
 
 PLAN_SCHEMA = "trlfit.plan/1"
+CHOSEN_HERE = "planner"
+"""The origin of a method that the job allowed to be altered, once a run is written."""
 
 
 class RefusedJob(ValueError):
@@ -27,9 +36,22 @@ class PlanOutcome:
     """The document and the values behind it."""
 
     document: dict[str, Any]
-    problem: Problem
-    result: SearchResult
+    found: JobSearch
     changes: tuple[Change, ...]
+
+    @property
+    def problem(self) -> Problem:
+        """The job's own; ``problem_of`` has that of a candidate, which may be of another method."""
+        return self.found.problems[0]
+
+    def problem_of(self, candidate: Candidate) -> Problem:
+        """The problem that ``candidate`` comes from."""
+        return self.found.problem_of(candidate)
+
+    @property
+    def result(self) -> SearchResult:
+        """Everything that was searched, of all methods together."""
+        return self.found.result
 
     @property
     def best(self) -> Candidate | None:
@@ -37,8 +59,12 @@ class PlanOutcome:
         return self.result.best
 
 
-def make_plan(inputs: PlanInput) -> PlanOutcome:
+def make_plan(inputs: PlanInput, *, explain: bool = False) -> PlanOutcome:
     """Plan ``inputs.job``.
+
+    Args:
+        inputs: everything resolved.
+        explain: add the long ``explanation`` to the document.
 
     Raises:
         RefusedJob: the job or its pins contradict the libraries' rules.
@@ -50,29 +76,58 @@ def make_plan(inputs: PlanInput) -> PlanOutcome:
     staircase: list[dict[str, Any]] = []
     length = 0
     if inputs.job.goal == "longest":
-        from planner.longest import longest  # only this goal pays for it
+        from planner.longest import at_length, longest  # only this goal pays for it
 
         length, stairs = longest(inputs)
         staircase = [stair.to_json() for stair in stairs]
-        inputs = with_job(inputs, seq_len=length or inputs.job.seq_len)
-    problem = make_problem(inputs)
-    refused = job_refusals(problem.judge.rules)
-    if refused:
-        raise RefusedJob(refused[0].reason)
+        inputs = at_length(inputs, length)
     goal = inputs.job.goal
-    result = search(problem.judge, problem.options, goal)
-    if not result.fitting and not result.near_misses:
-        raise RefusedJob(contradiction(problem, result))
-    best = result.best
-    changes = changes_that_help(problem, best) if best else changes_that_fit(inputs)
-    document = _document(problem, result, changes)
+    found = search_job(inputs, goal)
+    if found.closest is None:
+        raise RefusedJob(found.refusal)
+    best = found.best
+    problem = found.problem_of(best) if best else found.problems[0]
+    changes = changes_that_help(inputs, problem, best) if best else changes_that_fit(inputs)
+    routes = offers(inputs, problem, best)
+    changes += changes_by_route(routes, best)
+    document = _document(inputs, found, changes)
+    document["routes"] = [offer.to_json() for offer in routes]
     if goal == "longest":
         document["longest"] = length or None
         document["staircase"] = staircase
-    return PlanOutcome(document=document, problem=problem, result=result, changes=tuple(changes))
+    if explain:
+        from planner.advice.explanation import explanation  # only this question pays for it
+
+        document["explanation"] = explanation(
+            problem, best, [(found.problem_of(miss), miss) for miss in _shown_misses(found.result, inputs.top)]
+        )
+    return PlanOutcome(document=document, found=found, changes=tuple(changes))
 
 
-def _candidate(problem: Problem, candidate: Candidate, *, reasons: list[str]) -> dict[str, Any]:
+def with_chosen(
+    document: Mapping[str, Any], chosen: Mapping[str, Any], job: Job, architecture: Architecture
+) -> dict[str, Any]:
+    """A plan with one of its candidates as its best, as a run that takes it keeps it.
+
+    Args:
+        document: the plan.
+        chosen: a candidate of it.
+        job: the plan's, under the method of ``chosen``.
+        architecture: the plan's model.
+    """
+    asked: Mapping[str, Any] = document["job"]
+    if asked.get("method") != job.method:
+        asked = {**asked, "method": job.method, "origin": {**asked.get("origin", {}), "method": CHOSEN_HERE}}
+    targets = job.lora.target_modules
+    named = targets if isinstance(targets, str) else tuple(targets)
+    blocks = parameter_blocks(architecture, job.method, job.lora.r, named)
+    parameters = architecture_json(architecture, blocks)["parameters"]
+    shapes = {**document["architecture"], "parameters": parameters}
+    return {**document, "job": asked, "architecture": shapes, "best": chosen}
+
+
+def planned_candidate(problem: Problem, candidate: Candidate, *, reasons: list[str]) -> dict[str, Any]:
+    """One candidate as plans show it, with ``reasons`` for its ``why``."""
     nodes = -(-candidate.choice.num_gpus // max(1, problem.hardware.gpus_per_node))
     memory = problem.judge.memory_of(candidate)
     return candidate_json(
@@ -82,29 +137,75 @@ def _candidate(problem: Problem, candidate: Candidate, *, reasons: list[str]) ->
         files=run_file_names(candidate.choice, nodes),
         warnings=[*warnings_for(problem.judge.rules, candidate.choice), *host_warnings(problem, memory)],
         cards=problem.hardware.cards_for(candidate.choice.num_gpus),
+        cost=cost_of(problem, candidate),
     )
 
 
+def _missing(problem: Problem, miss: Candidate) -> str:
+    hardware = problem.hardware
+    return shortage(problem.judge.memory_of(miss), hardware.others_bytes(miss.frame.num_gpus), hardware.device)
+
+
 def host_warnings(problem: Problem, memory: MemoryEstimate) -> list[str]:
-    """What offload needs of a host whose memory nobody knows: that of a machine which was only named."""
-    needed = memory.host_pinned_bytes + memory.host_pageable_bytes
-    if not needed or problem.inputs.machine.host is not None:
+    """What a run needs of a host whose memory nobody knows: that of a machine which was only named.
+
+    Said of offload, and of any run that needs more than the cards of a node hold together.
+    """
+    host, hardware = memory.host, problem.hardware
+    offloads = host.pinned_bytes + host.pageable_bytes > 0
+    usual = (hardware.capacity_bytes or 0) * hardware.gpus_per_node
+    if problem.inputs.machine.host is not None or not (offloads or host.peak_bytes > usual):
         return []
     return [
-        f"offload needs {format_gib(needed)} GiB of host memory per node, {format_gib(memory.host_pinned_bytes)} of it"
-        " pinned; the host of a named machine is not known, so this could not be checked"
+        f"the host of a named machine is not known: this needs {format_gib(host.peak_bytes)} GiB of memory per node,"
+        f" {format_gib(host.load_bytes)} to load, {format_gib(host.pinned_bytes + host.pageable_bytes)} for offload"
+        f" ({format_gib(host.pinned_bytes)} pinned), {format_gib(host.save_bytes)} to save"
     ]
 
 
-def _document(problem: Problem, result: SearchResult, changes: list[Change]) -> dict[str, Any]:
-    inputs = problem.inputs
-    top = inputs.top
+def _half_precision(problem: Problem) -> list[str]:
+    """What a card without bf16 changes."""
+    hardware = problem.hardware
+    if hardware.has_bf16:
+        return []
+    return [
+        f"{hardware.name} has no bf16 (compute capability {hardware.compute_capability}): the run trains in fp16 with a"
+        " loss scaler"
+    ]
+
+
+def _unlike_probes(best: Mapping[str, Any] | None, others: list[dict[str, Any]]) -> list[str]:
+    """That a probe's numbers stand beside a model's, where the best plan is of the second kind.
+
+    A probe sees what the models leave out, so a plan may come first because nothing was measured of it.
+    """
+    measured = [other["choice"] for other in others if other["memory"]["evidence"] == "measured"]
+    if best is None or not measured or best["memory"]["evidence"] == "measured":
+        return []
+    differs = [knob for knob, value in best["choice"].items() if value != measured[0][knob]]
+    pins = " ".join(f"--pin {knob}={best['choice'][knob]}" for knob in ("recompute", "loss_path") if knob in differs)
+    return [
+        "the best plan was not probed; others listed were, and a probe counts what the model leaves out:"
+        f" `trlfit probe MODEL --measure{f' {pins}' if pins else ''}` measures the best one too"
+    ]
+
+
+def _shown_misses(result: SearchResult, top: int) -> list[Candidate]:
+    return distinct(result.near_misses, max(3, top // 2))
+
+
+def _document(inputs: PlanInput, found: JobSearch, changes: list[Change]) -> dict[str, Any]:
+    result, problem_of, top = found.result, found.problem_of, inputs.top
     shown = distinct(result.fitting, top)
-    misses = distinct(result.near_misses, max(3, top // 2))
-    best = _candidate(problem, shown[0], reasons=why(problem.judge, shown[0])) if shown else None
-    others = [_candidate(problem, c, reasons=[peak_sentence(problem.judge.memory_of(c))]) for c in shown[1:]]
-    missing = [_candidate(problem, c, reasons=[shortage(problem.judge.memory_of(c))]) for c in misses]
-    blocks = problem.judge.memory.blocks(inputs.job.method)
+    misses = _shown_misses(result, top)
+    problem = problem_of(shown[0]) if shown else found.problems[0]
+    best = planned_candidate(problem, shown[0], reasons=why(problem.judge, shown[0])) if shown else None
+    others = [
+        planned_candidate(problem_of(c), c, reasons=[peak_sentence(problem_of(c).judge.memory_of(c))])
+        for c in shown[1:]
+    ]
+    missing = [planned_candidate(problem_of(c), c, reasons=[_missing(problem_of(c), c)]) for c in misses]
+    blocks = problem.judge.memory.blocks(problem.options.method)
     return {
         "schema": PLAN_SCHEMA,
         "job": {**inputs.job.model_dump(mode="json"), "origin": dict(inputs.origins)},
@@ -124,9 +225,10 @@ def _document(problem: Problem, result: SearchResult, changes: list[Change]) -> 
                 "alters": change.alters,
                 "flags": change.flags,
                 "sentence": change.sentence,
-                "candidate": _candidate(change.problem, change.candidate, reasons=[]),
+                "candidate": planned_candidate(change.problem, change.candidate, reasons=[]),
             }
             for change in changes
         ],
         "judged": result.judged,
+        "notes": [*_half_precision(problem), *inputs.notes, *_unlike_probes(best, others)],
     }

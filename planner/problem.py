@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from planner.architecture import Architecture
 from planner.choice import ZERO, Attention, Choice, LossPath, Method
+from planner.coefficients import LayerWork
 from planner.formula import formula_coefficients
 from planner.hardware import Hardware
 from planner.job import Job
@@ -15,13 +16,20 @@ from planner.machine import Machine
 from planner.machine_hardware import cpu_hardware, gpu_hardware
 from planner.memory import CoefficientSource, MemoryJob, MemoryModel
 from planner.pins import parse_pins
-from planner.rules import build_context
+from planner.routes import asked_route
+from planner.rules import with_rules
+from planner.rules.context import read_context
+from planner.rules.overrides import read_overrides
 from planner.search import Judge
 from planner.space import SpaceOptions
 from planner.stack import Stack
-from planner.step_time import TimeModel
+from planner.step_time import LayerWorkSource, TimeModel
 from profiles.cards import CardProfile
-from profiles.releases import trl_release
+from profiles.releases import feature, trl_release
+from profiles.routes import EMULATED
+
+if TYPE_CHECKING:
+    from planner.measured import Measured
 
 PREFERENCE_PAIRS = ("dpo", "reward")
 """Trainers whose rows hold two sequences, chosen and rejected (trl/trainer/dpo_trainer.py, reward_trainer.py)."""
@@ -41,7 +49,13 @@ class PlanInput:
     origins: Mapping[str, str] = field(default_factory=dict[str, str])
     """Job field -> where its value came from (`--seq-len`, `job.yaml`, `default`)."""
     source: CoefficientSource = formula_coefficients
+    notes: list[str] = field(default_factory=list[str])
+    """What ``source`` has to say about its evidence, filled while it is asked: other versions, refusals."""
+    measured: Measured | None = None
+    """What probes saw of this machine and of these layers on it."""
     top: int = 8
+    data_rows: int | None = None
+    """Examples of the training data, None where nobody has counted them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +70,23 @@ class Problem:
 
 def hardware_of(inputs: PlanInput, pins: Mapping[str, Any]) -> Hardware:
     """The machine as the models read it; a machine without usable cards trains on its CPU."""
+    hardware = _bare_hardware(inputs, pins)
+    rates = None if inputs.measured is None else inputs.measured.machine_rates
+    if rates is None or not _is_measured(inputs):
+        return hardware
+    from planner.measured import measured_hardware  # only plans with a probe pay for it
+
+    return measured_hardware(hardware, rates)
+
+
+def _is_measured(inputs: PlanInput) -> bool:
+    """Whether ``inputs.measured`` is of the machine: other machines are planned beside the user's own."""
+    assert inputs.measured is not None
+    cards = {card.card_id or card.name for card in inputs.machine.usable_cards}
+    return cards == ({inputs.measured.card} if inputs.measured.card else set[str]())
+
+
+def _bare_hardware(inputs: PlanInput, pins: Mapping[str, Any]) -> Hardware:
     if inputs.machine.usable_cards:
         return gpu_hardware(inputs.machine, inputs.profile)
     processes = pins.get("gpus")
@@ -70,7 +101,8 @@ def hardware_of(inputs: PlanInput, pins: Mapping[str, Any]) -> Hardware:
 def memory_job(job: Job, architecture: Architecture, stack: Stack) -> MemoryJob:
     """What the memory of every candidate depends on besides its choice."""
     targets = job.lora.target_modules
-    release = trl_release(stack.versions.get("trl", ""))
+    release, asks = trl_release(stack.versions.get("trl", "")), read_overrides(job.trl)
+    route = asked_route(job.pins)
     return MemoryJob(
         architecture=architecture,
         seq_len=job.seq_len,
@@ -81,10 +113,22 @@ def memory_job(job: Job, architecture: Architecture, stack: Stack) -> MemoryJob:
         rows_per_sequence=2 if job.trainer in PREFERENCE_PAIRS else 1,
         padded=not job.data.packing,
         reference_model=job.trainer in REFERENCE_TRAINERS and job.method == "full",
+        evaluates=job.data.evaluates,
+        eval_rows=asks.eval_rows,
         scores_vocabulary=job.trainer != "reward",
-        full_logits_bytes=release.nll_bytes_per_logit,
-        full_logits_bytes_batched=release.nll_bytes_per_logit_batched,
+        logit_metrics=release.logit_metrics,
+        liger_in_place=feature("liger_in_place_head", stack.versions).available,
+        fsdp_first_rank_loads=feature("fsdp_first_rank_loads", stack.versions).available,
+        saves_optimizer=asks.saves_optimizer,
+        head_in_tail_group=groups_head(stack),
+        route=route.route if route else None,
+        emulated=route.emulated if route else False,
     )
+
+
+def groups_head(stack: Stack) -> bool:
+    """Whether FSDP2 has groups of its own for embedding and head (accelerate/utils/fsdp_utils.py, 1.14 and later)."""
+    return stack.version("accelerate") is None or stack.has("accelerate", "1.14")
 
 
 def space_options(
@@ -93,9 +137,6 @@ def space_options(
     """What bounds the space for ``job``."""
     release = trl_release(stack.versions.get("trl", ""))
     loss_paths = tuple(p for p in release.loss_paths_for(job.trainer) if p != "liger" or stack.has("liger-kernel"))
-    # Where the stack has a path without full logits, that path is never worse; full logits stay for pins.
-    if len(loss_paths) > 1 and loss_paths[0] != "full_logits":
-        loss_paths = tuple(p for p in loss_paths if p != "full_logits")
     attentions: list[Attention] = ["sdpa"]
     if any(kind.attention_softcap or kind.attention_sinks for kind in architecture.kinds):
         attentions = ["eager"]
@@ -115,6 +156,7 @@ def space_options(
         attentions=tuple(attentions),
         optimizers_8bit=tuple(eight_bit),
         allow_numerics="numerics" in job.allow,
+        zero_alone=hardware.device == "cuda" and stack.has("deepspeed") and hardware.host_available_bytes is not None,
         pins=pins,
     )
 
@@ -129,8 +171,10 @@ def make_problem(inputs: PlanInput) -> Problem:
     pins = parse_pins(job.pins)
     hardware = hardware_of(inputs, pins)
     shared = memory_job(job, architecture, stack)
-    memory = MemoryModel(job=shared, hardware=hardware, reserve=job.reserve, source=inputs.source)
-    rules = build_context(
+    probes = inputs.measured.jobs if inputs.measured is not None and _is_measured(inputs) else ()
+    jobs = tuple(probe for probe in probes if probe.trainer == job.trainer)
+    memory = MemoryModel(job=shared, hardware=hardware, reserve=job.reserve, source=inputs.source, measured=jobs)
+    facts = read_context(
         job,
         architecture,
         stack,
@@ -138,9 +182,10 @@ def make_problem(inputs: PlanInput) -> Problem:
         gpus_per_node=hardware.gpus_per_node,
         compute_capability=hardware.compute_capability,
     )
+    rules = with_rules(facts)
     judge = Judge(
         memory=memory,
-        time=TimeModel(job=shared, hardware=hardware, blocks_of=memory.blocks),
+        time=time_model(job, stack, memory),
         rules=rules,
         hardware=hardware,
     )
@@ -151,6 +196,53 @@ def make_problem(inputs: PlanInput) -> Problem:
         judge=judge,
         options=replace(options, min_micro_batch=rules.min_micro_batch),
     )
+
+
+def time_model(job: Job, stack: Stack, memory: MemoryModel) -> TimeModel:
+    """Time under the same coefficients as ``memory``, and the same probes."""
+    liger = trl_release(stack.versions.get("trl", "")).liger_argument("liger", job.trainer)
+    reference, policy = extra_forwards(job)
+    measured = None
+    if memory.measured:
+        from planner.measured_time import measured_seconds  # only plans with a probe pay for it
+
+        measured = measured_seconds(memory, lambda small: time_model(job, stack, small))
+    return TimeModel(
+        measured=measured,
+        job=memory.job,
+        hardware=memory.hardware,
+        blocks_of=memory.blocks,
+        layer_work=layer_work_of(memory),
+        linear_kernels=stack.has("flash-linear-attention"),
+        # use_liger_loss takes the loss alone; whoever is not TRL has transformers' use_liger_kernel.
+        liger_patches_layers=liger != "use_liger_loss",
+        reference_forwards=reference,
+        policy_forwards=policy,
+    )
+
+
+def extra_forwards(job: Job) -> tuple[int, int]:
+    """Forwards without gradient of every row in a training step: (of the reference, of the policy).
+
+    DPO scores its pairs by the reference (dpo_trainer.py, ``_compute_loss``), unless that was done before training. KTO
+    scores its rows, and for the KL term mismatched ones of the same size by both (kto_trainer.py,
+    ``_compute_kl_logps``).
+    """
+    if job.trainer not in ("dpo", "kto"):
+        return 0, 0
+    asks = read_overrides(job.trl)
+    mismatched = 1 if job.trainer == "kto" and asks.kl_batch else 0
+    return 0 if asks.precompute_ref_log_probs else 1 + mismatched, mismatched
+
+
+def layer_work_of(memory: MemoryModel) -> LayerWorkSource:
+    """The work that was counted beside the bytes that ``memory`` asks for."""
+
+    def layer_work(choice: Choice, masked: bool) -> tuple[LayerWork, ...]:
+        options = replace(memory.activation_options(choice), masked=masked)
+        return memory.source(memory.job.architecture, options).work
+
+    return layer_work
 
 
 def with_job(inputs: PlanInput, **changes: Any) -> PlanInput:
@@ -165,6 +257,10 @@ def run_file_names(choice: Choice, nodes: int) -> list[str]:
         names.insert(2, "deepspeed.json")
     if nodes > 1:
         names.append("slurm.sh")
+    if choice.precision != "bf16":
+        names.append("validation.md")
+        if choice.precision.endswith(EMULATED):
+            names += ["route.json", "route_linear.py"]
     return names
 
 

@@ -89,13 +89,19 @@ class Judge:
 
 
 SAME_SPEED = 0.05
-"""Step times this close are one speed: a fifth of the time model's own interval."""
+"""Step times this close are one speed: a quarter of the time model's narrowest interval, 20 % either way."""
 NEAR_MISSES = 64
 """Kept while searching; the plan shows the closest few."""
 
 
-def search(judge: Judge, options: SpaceOptions, goal: str) -> SearchResult:
+def search(judge: Judge, options: SpaceOptions, goal: str, *, by_group: bool = True) -> SearchResult:
     """Judge the whole space.
+
+    Args:
+        judge: models and rules.
+        options: the space.
+        goal: what comes first of what fits.
+        by_group: near misses that alter nothing come before all others, however close; else the closest come first.
 
     Memory grows with the micro-batch as long as gradients accumulate. So the first micro-batch of a frame that does not
     fit ends it, but for the one that makes the global batch in a single pass and keeps no gradients beside it.
@@ -127,22 +133,44 @@ def search(judge: Judge, options: SpaceOptions, goal: str) -> SearchResult:
             estimate = time.at(micro, accumulate) if time else None
             result.fitting.append(Candidate(frame, micro, accumulate, alters, verdict, estimate))
     result.fitting = rank(result.fitting, goal)
-    closest = nsmallest(NEAR_MISSES, misses, key=_shortage)
+    closest = nsmallest(NEAR_MISSES, misses, key=shortage_by_group if by_group else closeness)
     result.near_misses = [miss._replace(time=judge.time.estimate(miss.choice)) for miss in closest]
     return result
 
 
-def _shortage(candidate: Candidate) -> tuple[int, int]:
+def any_fits(judge: Judge, options: SpaceOptions) -> bool:
+    """Whether anything of the space fits. The frames that hold least come last, so they are asked first."""
+    for frame, _ in reversed(list(frames(options, judge.hardware))):
+        if first_refusal(judge.rules, frame) is not None:
+            continue
+        memory = judge.memory.frame(frame)
+        if any(memory.verdict(*pair).fits for pair in micro_batches(options, frame.data_parallel)):
+            return True
+    return False
+
+
+def shortage_by_group(candidate: Candidate) -> tuple[int, int]:
+    """Order of near misses: what they alter, then how much is missing."""
     return (GROUPS.index(candidate.alters), -candidate.headroom_bytes)
 
 
+def closeness(candidate: Candidate) -> int:
+    """Order of near misses by how much is missing alone."""
+    return -candidate.headroom_bytes
+
+
 def _simplicity(choice: Choice) -> tuple[int, ...]:
-    """Between equals the run with fewer moving parts wins: packages, offload, splits, GPUs, recompute."""
+    """Between equals the run with fewer moving parts wins.
+
+    A quantised base, DeepSpeed, offload, splits, GPUs, whole logits, recompute.
+    """
     return (
+        int(choice.method == "qlora"),
         int(choice.sharding in ZERO),
         len(choice.offload),
         choice.cp * choice.sp,
         choice.num_gpus,
+        int(choice.loss_path == "full_logits"),
         int(choice.recompute != "full"),
     )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
+from math import isqrt
 from typing import Any, Literal
 
 from planner.choice import (
@@ -26,6 +28,8 @@ CP_FROM_TOKENS = 8192
 """Shorter sequences are split over cards only when pinned, or when there are fewer of them than cards: the ring costs
 more than it frees."""
 MAX_MICRO_BATCH = 256
+ALONE: dict[str, OffloadTarget] = {"zero2": "optimizer", "zero3": "params"}
+"""Sharding -> what it keeps on the host where one GPU leaves it nothing to divide. FSDP2 has no mesh there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,8 @@ class SpaceOptions:
     allow_numerics: bool = False
     min_micro_batch: int = 1
     """The trainer refuses smaller ones (KTO needs two rows for its KL term)."""
+    zero_alone: bool = False
+    """DeepSpeed is there and the host's memory is known, so that one GPU too may keep states on the host."""
     pins: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -98,8 +104,11 @@ def _pinned_numerics(found: list[Numerics], pins: dict[str, Any]) -> list[Numeri
     return list(kept.values())
 
 
-def gpu_counts(hardware: Hardware, pins: dict[str, Any]) -> list[int]:
-    """Numbers of GPUs to try: powers of two inside a node, the whole node, then whole nodes."""
+def gpu_counts(hardware: Hardware, pins: dict[str, Any], global_batch: int) -> list[int]:
+    """Numbers of GPUs to try: powers of two inside a node, what divides the batch, the whole node, then whole nodes.
+
+    Six cards of eight share a batch of 12, which eight do not.
+    """
     if "gpus" in pins:
         return [pins["gpus"]]
     sizes = {"cp", "sp", "tp", "dp_shard", "dp_replicate"}
@@ -113,6 +122,7 @@ def gpu_counts(hardware: Hardware, pins: dict[str, Any]) -> list[int]:
     while power <= hardware.gpus_per_node:
         counts.add(power)
         power *= 2
+    counts |= {number for number in range(1, hardware.gpus_per_node + 1) if global_batch % number == 0}
     if hardware.gpus_per_node:
         counts.add(hardware.gpus_per_node)
     for nodes in range(2, hardware.nodes + 1):
@@ -121,8 +131,10 @@ def gpu_counts(hardware: Hardware, pins: dict[str, Any]) -> list[int]:
     return sorted(counts)
 
 
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    low = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*low, *(number // d for d in low)}))
 
 
 def _layouts(num_gpus: int, hardware: Hardware, options: SpaceOptions) -> Iterator[dict[str, Any]]:
@@ -130,6 +142,9 @@ def _layouts(num_gpus: int, hardware: Hardware, options: SpaceOptions) -> Iterat
     pins = options.pins
     if num_gpus == 1:
         shardings: Iterable[str] = ("none",)
+        if options.zero_alone:
+            # The states of adapters are small: only their base is worth a host.
+            shardings = ("none", "zero2", "zero3") if options.method == "full" else ("none", "zero3")
     else:
         shardings = ("ddp", "fsdp", "fsdp_no_reshard", "hsdp", "zero1", "zero2", "zero3")
     if "sharding" in pins:
@@ -187,9 +202,15 @@ _OPTIMIZER: frozenset[OffloadTarget] = frozenset({"optimizer"})
 _STATES: frozenset[OffloadTarget] = frozenset({"optimizer", "params"})
 
 
-def _offloads(sharding: str, pins: dict[str, Any]) -> list[frozenset[OffloadTarget]]:
-    if "offload" in pins:
-        return [pins["offload"]]
+def _offloads(layout: dict[str, Any], pins: dict[str, Any]) -> list[frozenset[OffloadTarget]]:
+    sharding = layout["sharding"]
+    found = [pins["offload"]] if "offload" in pins else _free_offloads(sharding)
+    if "sharding" in pins or layout["dp_shard"] * layout["cp"] * layout["sp"] > 1 or sharding not in ALONE:
+        return found
+    return [offload for offload in found if ALONE[sharding] in offload]
+
+
+def _free_offloads(sharding: str) -> list[frozenset[OffloadTarget]]:
     out: list[frozenset[OffloadTarget]] = [frozenset(), _ACTIVATIONS]
     if sharding in ZERO:
         out += [_OPTIMIZER, _ACTIVATIONS | _OPTIMIZER]
@@ -210,11 +231,11 @@ def frames(options: SpaceOptions, hardware: Hardware) -> Iterator[tuple[Choice, 
     loss_paths = (pins["loss_path"],) if "loss_path" in pins else options.loss_paths
     attentions = (pins["attention"],) if "attention" in pins else options.attentions
     numerics = numerics_options(options, hardware)
-    for num_gpus in gpu_counts(hardware, pins):
+    for num_gpus in gpu_counts(hardware, pins, options.global_batch):
         for layout in _layouts(num_gpus, hardware, options):
             micro, accumulate = _first_batch(options, layout["dp_shard"] * layout["dp_replicate"])
             for held, loss_path, attention, recompute, offload in product(
-                numerics, loss_paths, attentions, recomputes, _offloads(layout["sharding"], pins)
+                numerics, loss_paths, attentions, recomputes, _offloads(layout, pins)
             ):
                 if recompute == "none" and "activations" in offload and "offload" not in pins:
                     continue

@@ -21,6 +21,8 @@ PACKAGES: tuple[str, ...] = (
     "liger-kernel",
     "torchao",
     "transformer-engine",
+    "flash-linear-attention",
+    "causal-conv1d",
 )
 """Distributions that change what a run allocates or may do, by their names on PyPI."""
 

@@ -23,6 +23,9 @@ QUANTISED_BYTES = {
     "int8": 1.0,
 }
 """Bytes per quantised weight (bitsandbytes functional.quantize_4bit, block size 64)."""
+CODE_BYTES = {"nf4": 0.5, "nf4-double": 0.5, "int8": 1.0}
+"""The codes among them. FSDP and ZeRO-3 cut the packed codes; every cut refers to the whole scales, so each rank keeps
+all of them (bitsandbytes/nn/modules.py: ``Params4bit.__torch_function__`` hands ``quant_state`` on)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +41,18 @@ class Roles:
     gradients_ranks: int = 1
     optimizer_ranks: int = 1
     """Ranks that divide master copy and moments."""
+    whole_weights: float = 0.0
+    """Of the weights' bytes, those that every rank keeps for all parameters."""
 
     @property
-    def per_parameter(self) -> float:
-        """All five roles together, undivided."""
-        return self.weights + self.gradients + self.master + self.moment1 + self.moment2
+    def weights_here(self) -> float:
+        """Bytes per parameter of the weights on one rank."""
+        return (self.weights - self.whole_weights) / self.weights_ranks + self.whole_weights
 
     def to_json(self) -> dict[str, object]:
         """Roles and divisors as the plan prints them."""
-        return {
+        whole: dict[str, object] = {"whole_weights": self.whole_weights} if self.whole_weights else {}
+        return whole | {
             "weights": self.weights,
             "gradients": self.gradients,
             "master": self.master,
@@ -86,28 +92,38 @@ def compute_bytes(choice: Choice) -> int:
 def residual_bytes(choice: Choice) -> int:
     """Bytes per element of the residual stream.
 
-    Autocast (one GPU, DDP) leaves embeddings and residual sums in the weights' dtype; FSDP2 and DeepSpeed run the
-    whole model in the compute dtype. FSDP1 with adapters is taken at the worse of what was published: twelve LoRA and
-    QLoRA runs on two and four A100 grow by 4 bytes per element, two plain QLoRA runs by 2.
+    Autocast (one GPU, DDP) leaves embeddings and residual sums in the weights' dtype; FSDP and DeepSpeed run the whole
+    model in the compute dtype.
     """
-    if choice.sharding == "fsdp1" and choice.method != "full" and choice.mixed_precision != "no":
-        return 4
     if choice.sharding in FSDP2 or choice.sharding in ZERO or choice.sharding == "fsdp1":
         return compute_bytes(choice)
     return DTYPE_BYTES[choice.weights]
 
 
+def runs_under_autocast(choice: Choice) -> bool:
+    """Whether the forward runs under torch.autocast.
+
+    accelerate's ``prepare_model`` wraps it, for FSDP1 beside the casts of FSDP itself. A model under FSDP2 or DeepSpeed
+    goes another way, past that wrapper: its layers compute in the dtype that they are cast to and no operator is
+    widened (accelerate/accelerator.py, ``_prepare_fsdp2`` and ``_prepare_deepspeed``).
+    """
+    return choice.mixed_precision != "no" and choice.sharding in ("none", "ddp", "fsdp1")
+
+
 def uses_autocast(choice: Choice) -> bool:
-    """Whether the forward runs under torch.autocast, which caches low-precision copies of fp32 weights."""
-    return choice.mixed_precision != "no" and choice.sharding in ("none", "ddp")
+    """Whether weights reach the forward as autocast finds them, so that it caches low-precision copies of fp32 ones."""
+    return runs_under_autocast(choice) and choice.sharding != "fsdp1"
 
 
 def adapter_bytes(choice: Choice) -> int:
     """Bytes per element of a LoRA adapter while it multiplies.
 
-    PEFT holds adapters in fp32 and casts their input to that, under autocast as without. Mixed precision of FSDP and
-    ZeRO casts them first, and TRL makes those of a quantised base bf16.
+    PEFT holds adapters in fp32 and casts their input to that, under autocast as without. Mixed precision of FSDP2 and
+    ZeRO casts them first, and TRL makes those of a quantised base bf16. FSDP1 wraps every adapter on its own, so PEFT
+    reads the dtype of its shard before the cast.
     """
+    if choice.sharding == "fsdp1":
+        return int(trainable_roles(choice, adapter=True).weights)
     if choice.method != "lora" or choice.sharding in ZERO:
         return compute_bytes(choice)
     cast = choice.mixed_precision != "no" and choice.sharding not in ("none", "ddp")
@@ -125,9 +141,10 @@ def trainable_roles(choice: Choice, *, adapter: bool = False) -> Roles:
     ranks = choice.shard_ranks
     if choice.sharding in ZERO:
         first, second = optimizer.state_bytes(4)
+        width = compute_bytes(choice)
         return Roles(
-            weights=2,
-            gradients=2,
+            weights=width,
+            gradients=width,
             master=4,
             moment1=first,
             moment2=second,
@@ -138,7 +155,9 @@ def trainable_roles(choice: Choice, *, adapter: bool = False) -> Roles:
     width = DTYPE_BYTES[choice.weights]
     if adapter:
         width = 2 if choice.method == "qlora" else 4
-    if (choice.sharding in FSDP2 or choice.sharding == "fsdp1") and choice.mixed_precision != "no":
+    # accelerate upcasts no model that holds 4-bit parameters (fsdp_utils.py:813-825 @1.15.0).
+    upcast = choice.sharding == "fsdp1" or (choice.sharding in FSDP2 and choice.method != "qlora")
+    if upcast and choice.mixed_precision != "no":
         width = 4
     first, second = optimizer.state_bytes(width)
     return Roles(
@@ -162,7 +181,8 @@ def frozen_roles(choice: Choice, *, quantised: str | None = None) -> Roles:
     """
     ranks = choice.shard_ranks if choice.sharding in FSDP2 or choice.sharding in ("zero3", "fsdp1") else 1
     width = QUANTISED_BYTES[quantised] if quantised else float(DTYPE_BYTES[choice.weights])
-    return Roles(weights=width, gradients=0, master=0, moment1=0, moment2=0, weights_ranks=ranks)
+    scales = width - CODE_BYTES[quantised] if quantised else 0.0
+    return Roles(weights=width, gradients=0, master=0, moment1=0, moment2=0, weights_ranks=ranks, whole_weights=scales)
 
 
 def role_table(choice: Choice, quantization: str) -> RoleTable:

@@ -1,57 +1,64 @@
 """Time: rooflines over counted work, with few physical constants, each with its source.
 
-Matmuls and attention at a share of the card's rate, everything else at a share of its bandwidth, the loss by its
-release's code, the optimizer by bandwidth, communication over the link less what compute hides, offload over the host
-link (both copies on the compute stream in transformers 5.17 and later, so it adds).
+Matmuls and attention at a share of the card's rate, everything else at a share of its bandwidth (``planner.rates``),
+the loss by its release's code, the optimizer by bandwidth, communication over the link less what compute hides, offload
+over the host link (both copies on the compute stream in transformers 5.17 and later, so it adds).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from planner.blocks import Blocks
-from planner.choice import FSDP2, Choice, Method
+from planner.choice import FSDP2, ZERO, Choice, Method
+from planner.coefficients import LayerWork
 from planner.hardware import Hardware
-from planner.loss_memory import CHUNK_TOKENS
+from planner.links import gathers_s, host_optimizer_s, offload_s, reduction_s, root_gather_s, sequence_s
+from planner.loss_time import loss_s
 from planner.memory import MemoryJob
-from planner.states import adapter_bytes, residual_bytes, uses_autocast
-from planner.work import token_work
+from planner.optimizers import find_optimizer
+from planner.phases import held_bytes
+from planner.rates import CPU_FACTOR, MEASURED_CPU_FACTOR, Rates, rates_of
+from planner.states import residual_bytes, role_table, trainable_roles
+from planner.traced_work import WorkEvidence, forward_token_work, token_work
+from planner.work import Work, mixed_work, recomputed_share
 
-MATMUL = 0.73
-ATTENTION = 0.55
-MASKED_ATTENTION = 0.20
-ELEMENTWISE = 0.50
-STREAMING = 0.86
-EXPERTS = 0.146
-FP32_MATMUL = 0.79
-RING_FACTOR = 1.44
-"""Shares of the card's peak rates, fitted together on 20 published step times of TRL runs on H100 (mean error 3.2 %,
-worst 12.7 %): matmul, causal flash attention, masked attention, eager elementwise, large streaming kernels, grouped
-expert matmul, fp32 matmul without tensor cores; bytes of a ring step per token, head and layer over 100. The fit gave
-0.20 over all products of Qwen3-30B-A3B, which is 0.146 over its routed ones with the others at 0.73."""
+if TYPE_CHECKING:
+    from planner.measured_time import Probe
+    from profiles.routes import Route
+
+RING_BYTES = 144.0
+"""Bytes that the ring of context parallelism moves on the card outside its products per element of a query, token of
+the rank and step: partial results are merged in fp32, forward, recompute and backward. Fitted together with the shares
+of ``planner.rates``."""
 LAUNCH_S = 6e-6
 """Host time per kernel launch of eager torch: about 6 microseconds. Not measured here."""
-HEAD_BYTES_PER_LOGIT = 110.0
-"""Bytes moved per logit outside the matmuls of a chunk, counted on the meta device."""
-FUSED_BYTES_PER_LOGIT = 24.0
-"""Bytes moved per logit by the fused tiles: two passes of reads and writes in bf16 and fp32. Not measured here."""
-OPTIMIZER_BYTES = 28.0
-"""Read and written per fp32 trainable parameter in one AdamW step; 12 more with clipping."""
-RELATIVE_ERROR = 0.25
-"""Half-width said for a prediction that no measurement on this card has corrected."""
-RECOMPUTED_BYTES = 0.225
-"""Share of the bytes outside matmuls that a full recompute moves again (Llama-3-8B, 79.7 against 61.6 MB per token)."""
+LAUNCH_FACTOR = 2.0
+"""Hosts differ: where launches decide, a time is said up to this many times as long."""
 HIDDEN_GATHERS = 0.8
 HIDDEN_REDUCTION = 0.6
 """Shares of the computation that hide FSDP's gathers and DDP's all-reduce. Published FSDP2 runs over two H100 show
 nothing exposed; not measured here."""
-CPU_FACTOR = 4.0
-"""A CPU's rates are guessed from its cores: the interval is a factor of this each way."""
+
+_FRAMEWORK = {
+    **dict.fromkeys(("none", "ddp"), "autocast"),
+    **dict.fromkeys(FSDP2, "fsdp2"),
+    **dict.fromkeys(ZERO, "zero"),
+    "fsdp1": "fsdp1",
+}
+"""Who decides which dtype a layer computes in."""
+
+LayerWorkSource = Callable[[Choice, bool], tuple[LayerWork, ...]]
+"""What was counted of each kind of layer for a choice, with a mask or without; empty where nothing was."""
+
+MeasuredTimeSource = Callable[[Choice], "Probe | None"]
+"""What a probe says of the seconds of a choice, its own or the nearest; None where none ran its layers."""
 
 TIME_PARTS = (
     "matmul",
+    "elementwise",
     "attention",
     "recompute",
     "loss",
@@ -60,6 +67,12 @@ TIME_PARTS = (
     "offload",
     "other",
 )
+
+
+def nothing_traced(choice: Choice, masked: bool) -> tuple[LayerWork, ...]:
+    """No trace: closed forms throughout."""
+    del choice, masked
+    return ()
 
 
 class TimeEstimate(NamedTuple):
@@ -71,20 +84,30 @@ class TimeEstimate(NamedTuple):
     tokens_per_s: float
     tokens_per_s_per_gpu: float
     mfu: float | None
-    parts: dict[str, float]
+    seconds: tuple[float, ...]
+    """One number for each of ``TIME_PARTS``, which add up to ``step_s``."""
     evidence: str = "formula"
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by part."""
+        return dict(zip(TIME_PARTS, self.seconds, strict=True))
 
-class _TokenSeconds(NamedTuple):
-    """One token of one rank through the layers."""
+
+class _LayerSeconds(NamedTuple):
+    """All layers of one rank, per token and per micro-batch."""
 
     matmul: float
-    recompute: float
+    matmul_per_batch: float
+    elementwise: float
+    elementwise_per_batch: float
     attention: float
+    recompute: float
     launches: float
-    """Of a whole micro-batch."""
+    launches_per_batch: float
     useful_flops: float
     """Recomputed forwards and the head left out."""
+    evidence: WorkEvidence
 
 
 class TimeFrame:
@@ -102,56 +125,104 @@ class TimeFrame:
         "_reduction",
         "_ring",
         "_seconds",
+        "_sequence",
         "_tokens",
+        "_whole_gathers",
     )
 
     def __init__(self, model: TimeModel, choice: Choice) -> None:
-        job = model.job
+        job, hardware, arch = model.job, model.hardware, model.job.architecture
         self._model, self._choice = model, choice
         self._tokens = job.rows_per_sequence * -(-job.seq_len // (choice.cp * choice.sp))
         self._ranks = choice.num_gpus
-        self._seconds: dict[bool, _TokenSeconds] = {}
+        self._seconds: dict[bool, _LayerSeconds] = {}
         self._loss = model.loss_s(choice)
         self._ring = model.ring_s(choice)
-        self._offload, self._per_batch_offload = model.offload_s(choice)
+        self._offload, self._per_batch_offload = offload_s(
+            hardware,
+            choice,
+            parameters=model.num_parameters,
+            held=held_bytes(model.blocks_of(choice.method).total, role_table(choice, job.quantization)),
+            hidden=arch.hidden,
+            layers=arch.num_layers,
+            forwards=model.reference_forwards + model.policy_forwards,
+        )
         self._optimizer = model.optimizer_s(choice)
-        self._gathers = model.gathers_s(choice)
-        self._reduction = model.reduction_s(choice)
+        trainable = model.trainable(choice)
+        # TRL wraps a reference of its own under FSDP2 as one group, which nothing hides (trl/models/utils.py).
+        whole = model.reference_forwards if job.reference_model and choice.sharding in FSDP2 else 0
+        self._gathers = gathers_s(
+            hardware,
+            choice,
+            parameters=model.num_parameters,
+            trainable=trainable,
+            layers=arch.num_layers,
+            forwards=model.reference_forwards + model.policy_forwards - whole,
+        )
+        self._whole_gathers = whole * root_gather_s(hardware, choice, parameters=model.num_parameters)
+        self._reduction = reduction_s(hardware, choice, trainable=trainable, layers=arch.num_layers)
+        self._sequence = sequence_s(hardware, choice, heads=model.attention_width, kv_heads=model.kv_width)
 
     def at(self, micro_batch: int, grad_accum: int) -> TimeEstimate:
         """Seconds per optimizer step."""
-        model, hw = self._model, self._model.hardware
-        masked = model.masked(self._choice, micro_batch)
+        model, choice, rates = self._model, self._choice, self._model.rates
+        assert rates is not None
+        masked = model.masked(choice, micro_batch)
         seconds = self._seconds.get(masked)
         if seconds is None:
-            seconds = self._seconds[masked] = model.token_seconds(self._choice, masked)
+            seconds = self._seconds[masked] = model.layer_seconds(choice, masked)
         tokens = self._tokens * micro_batch
-        matmul, recompute = seconds.matmul * tokens, seconds.recompute * tokens
+        matmul = seconds.matmul * tokens + seconds.matmul_per_batch
+        elementwise = seconds.elementwise * tokens + seconds.elementwise_per_batch
+        recompute = seconds.recompute * tokens
         attention = seconds.attention * tokens + self._ring * micro_batch
         loss, offload = self._loss * tokens, self._offload * tokens + self._per_batch_offload
-        busy = matmul + recompute + attention + loss + offload
-        other = max(0.0, seconds.launches - busy)
+        busy = matmul + elementwise + recompute + attention + loss + offload
+        launching = seconds.launches * tokens + seconds.launches_per_batch
+        other = max(0.0, launching - busy)
+        # Context parallelism's exchange runs beside attention; sequence parallelism's stands before and behind it.
+        exchanged = self._sequence * tokens
+        exposed = exchanged if choice.sp > 1 else max(0.0, exchanged - HIDDEN_GATHERS * attention)
         gathers = max(0.0, self._gathers - HIDDEN_GATHERS * busy)
-        once, hidden = self._reduction
-        communication = gathers * grad_accum + max(0.0, once - hidden * busy)
-        parts = {
-            "matmul": matmul * grad_accum,
-            "attention": attention * grad_accum,
-            "recompute": recompute * grad_accum,
-            "loss": loss * grad_accum,
-            "optimizer": self._optimizer,
-            "communication": communication,
-            "offload": offload * grad_accum,
-            "other": other * grad_accum,
-        }
+        once = self._reduction
+        if choice.sharding == "ddp":
+            once = max(0.0, once - HIDDEN_REDUCTION * busy)
+        communication = (gathers + self._whole_gathers + exposed) * grad_accum + once
+        # In the order of TIME_PARTS; a tuple, because searches ask for tens of thousands.
+        parts: tuple[float, ...] = (
+            matmul * grad_accum,
+            elementwise * grad_accum,
+            attention * grad_accum,
+            recompute * grad_accum,
+            loss * grad_accum,
+            self._optimizer,
+            communication,
+            offload * grad_accum,
+            other * grad_accum,
+        )
         step = (busy + other) * grad_accum + self._optimizer + communication
+        evidence: str = seconds.evidence
+        probe = None
+        if model.measured is not None:
+            probe = model.measured(replace(choice, micro_batch=micro_batch))
+        if probe is not None:
+            layers = model.job.architecture.num_layers
+            parts, step = probe.time.corrected(parts, choice, layers, tokens, grad_accum, own=probe.own)
+            evidence = "measured" if probe.own else evidence
         all_tokens = tokens * grad_accum * self._ranks
-        if hw.device == "cpu":
-            low, high, mfu = step / CPU_FACTOR, step * CPU_FACTOR, None
+        mfu = None
+        if model.hardware.device == "cpu":
+            factor = MEASURED_CPU_FACTOR if model.hardware.measured else CPU_FACTOR
+            low, high = step / factor, step * factor
         else:
-            low, high = step * (1 - RELATIVE_ERROR), step * (1 + RELATIVE_ERROR)
-            mfu = (seconds.useful_flops + model.head_flops) * tokens * grad_accum / step / model.rate
-        return TimeEstimate(step, low, high, all_tokens / step, all_tokens / step / self._ranks, mfu, parts)
+            slow = max(0.0, LAUNCH_FACTOR * launching - busy) - other
+            low, high = step * (1 - rates.error), step * (1 + rates.error) + slow * grad_accum
+            mfu = (seconds.useful_flops + model.head_flops(choice)) * tokens * grad_accum / step / rates.peak
+        if probe is not None and probe.own:
+            # Of communication and of the host's optimizer no probe of one rank says anything.
+            error = probe.time.error if self._ranks == 1 and not choice.offload else rates.error
+            low, high = step * (1 - error), step * (1 + error)
+        return TimeEstimate(step, low, high, all_tokens / step, all_tokens / step / self._ranks, mfu, parts, evidence)
 
 
 @dataclass(slots=True)
@@ -161,36 +232,36 @@ class TimeModel:
     job: MemoryJob
     hardware: Hardware
     blocks_of: Callable[[Method], Blocks]
+    layer_work: LayerWorkSource = nothing_traced
+    linear_kernels: bool = False
+    """Linear attention runs by the kernels of flash-linear-attention."""
+    liger_patches_layers: bool = True
+    """The loss path ``liger`` is ``use_liger_kernel``, which patches norms, rotary embedding and MLP as well."""
+    reference_forwards: int = 0
+    """Of every row, through the frozen base: a reference model's, or the policy's own without its adapters."""
+    policy_forwards: int = 0
+    """The same through the policy, adapters and all, without gradient."""
+    measured: MeasuredTimeSource | None = None
+    rates: Rates | None = field(init=False)
     num_parameters: int = field(init=False)
     attention_width: int = field(init=False)
     """Heads x head_dim, summed over the layers."""
-    head_flops: float = field(init=False)
-    """Of one token, forward and backward."""
-    _token_seconds: dict[tuple[object, ...], _TokenSeconds] = field(init=False)
+    kv_width: int = field(init=False)
+    """The same of keys."""
+    _layer_seconds: dict[tuple[object, ...], _LayerSeconds] = field(init=False)
 
     def __post_init__(self) -> None:
         architecture = self.job.architecture
+        self.rates = rates_of(self.hardware)
         self.num_parameters = architecture.num_parameters
         self.attention_width = sum(k.heads * k.head_dim for k in architecture.layers())
-        self.head_flops = 6.0 * architecture.vocab * architecture.hidden
-        self._token_seconds = {}
+        self.kv_width = sum(k.kv_heads * k.head_dim for k in architecture.layers())
+        self._layer_seconds = {}
 
     @property
     def known(self) -> bool:
         """Whether the card's rates are known."""
-        return self.hardware.matmul_flops is not None and self.hardware.bandwidth is not None
-
-    @property
-    def rate(self) -> float:
-        """The card's dense matmul rate."""
-        assert self.hardware.matmul_flops is not None
-        return self.hardware.matmul_flops
-
-    @property
-    def bandwidth(self) -> float:
-        """The card's memory bandwidth."""
-        assert self.hardware.bandwidth is not None
-        return self.hardware.bandwidth
+        return self.rates is not None
 
     def frame(self, choice: Choice) -> TimeFrame | None:
         """``choice`` at any micro-batch and accumulation, or None where the card's rates are not known."""
@@ -206,137 +277,137 @@ class TimeModel:
         padded = self.job.padded and micro_batch * self.job.rows_per_sequence > 1
         return (padded or choice.packing) and choice.attention != "flash_attention_2"
 
-    def token_seconds(self, choice: Choice, masked: bool) -> _TokenSeconds:
+    def layer_seconds(self, choice: Choice, masked: bool) -> _LayerSeconds:
         """One token through the layers, shared by all choices that agree on what it depends on."""
-        fp32_residual, fp32_matmul = residual_bytes(choice) == 4, self._runs_fp32(choice)
-        fp32_adapters = choice.method != "full" and adapter_bytes(choice) == 4
+        # Casts of weights that are no autocast's own are shared out among the ranks.
+        ranks = choice.shard_ranks if choice.weights == "fp32" else 0
         key = (
-            (choice.method, choice.recompute, choice.attention, masked),
-            (fp32_residual, fp32_matmul, fp32_adapters),
+            (choice.method, choice.recompute, choice.attention, masked, choice.loss_path == "liger"),
+            (choice.weights, choice.mixed_precision, _FRAMEWORK[choice.sharding], ranks),
         )
-        found = self._token_seconds.get(key)
+        found = self._layer_seconds.get(key)
         if found is None:
-            found = self._token_seconds[key] = self._make_token_seconds(choice, masked, fp32_residual, fp32_matmul)
+            found = self._layer_seconds[key] = self._make_layer_seconds(choice, masked)
         return found
 
-    def _runs_fp32(self, choice: Choice) -> bool:
-        return choice.mixed_precision == "no" and choice.weights == "fp32" and bool(self.hardware.fp32_flops)
-
-    def _make_token_seconds(
-        self, choice: Choice, masked: bool, fp32_residual: bool, fp32_matmul: bool
-    ) -> _TokenSeconds:
-        hw, rate = self.hardware, self.rate
-        work = token_work(
-            self.job.architecture,
+    def _make_layer_seconds(self, choice: Choice, masked: bool) -> _LayerSeconds:
+        rates, job = self.rates, self.job
+        assert rates is not None
+        work, evidence = token_work(
+            job.architecture,
             choice,
-            sequence=self.job.seq_len,
-            lora_r=self.job.lora_r,
-            lora_targets=self.job.lora_targets,
-            fp32_residual=fp32_residual,
+            sequence=job.seq_len,
+            lora_r=job.lora_r,
+            lora_targets=job.lora_targets,
+            lora_dropout=job.lora_dropout,
             masked=masked,
+            fp32_residual=residual_bytes(choice) == 4,
+            traced=self.layer_work(choice, masked),
+            linear_kernels=self.linear_kernels,
+            liger=choice.loss_path == "liger" and self.liger_patches_layers,
+            quantization=job.quantization if choice.method == "qlora" else None,
         )
-        if fp32_matmul and hw.fp32_flops:
-            rate = hw.fp32_flops
-        again = work.recompute_flops / max(1.0, work.matmul_flops + work.expert_flops)
-        matmul = work.matmul_flops / (MATMUL * rate) + work.expert_flops / (EXPERTS * rate)
-        attention = work.attention_flops / (ATTENTION * rate) + work.masked_attention_flops / (MASKED_ATTENTION * rate)
-        moved = work.elementwise_bytes / (ELEMENTWISE * self.bandwidth)
-        return _TokenSeconds(
-            matmul=matmul * (1 - again) + moved * (1 - RECOMPUTED_BYTES),
-            recompute=matmul * again + moved * RECOMPUTED_BYTES,
-            attention=attention,
-            launches=work.launches * LAUNCH_S if hw.device == "cuda" else 0.0,
+        work = self._with_forwards(work, choice, masked)
+        fp32 = choice.mixed_precision == "no" and choice.weights == "fp32" and bool(self.hardware.fp32_flops)
+        dense, routed = (rates.fp32_matmul, rates.fp32_matmul) if fp32 else (rates.matmul, rates.experts)
+        again = work.recompute_flops / dense + work.recompute_expert_flops / routed
+        products = work.matmul_flops / dense + work.expert_flops / routed + work.linear_flops / rates.linear_kernels
+        launch = LAUNCH_S if self.hardware.device == "cuda" else 0.0
+        found = _LayerSeconds(
+            matmul=products - again,
+            matmul_per_batch=work.matmul_flops_per_batch / dense,
+            elementwise=(work.elementwise_bytes - work.recompute_bytes) / rates.elementwise,
+            elementwise_per_batch=work.elementwise_bytes_per_batch / rates.elementwise,
+            attention=work.attention_flops / rates.attention_of(choice.attention)
+            + work.masked_attention_flops / rates.masked_attention,
+            recompute=again + work.recompute_bytes / rates.elementwise,
+            launches=work.launches * launch,
+            launches_per_batch=work.launches_per_batch * launch,
             useful_flops=work.useful_flops,
+            evidence=evidence,
         )
+        return found if job.route is None else self._with_route(found, job.route, choice)
+
+    def _with_route(self, found: _LayerSeconds, route: Route, choice: Choice) -> _LayerSeconds:
+        """The layers with the products that ``route`` covers at its rate, and its quantising beside them."""
+        from planner.route_time import route_seconds, route_work  # plans in bf16 do without
+
+        assert self.rates is not None
+        again = recomputed_share(choice.recompute, self.job.architecture.num_layers)
+        work = route_work(self.job.architecture, route, again)
+        more = route_seconds(work, route, self.hardware, self.rates, emulated=self.job.emulated)
+        return found._replace(
+            matmul=found.matmul + more.matmul,
+            recompute=found.recompute + more.recompute,
+            elementwise=found.elementwise + more.quantising,
+            elementwise_per_batch=found.elementwise_per_batch + more.quantising_per_batch,
+        )
+
+    def _with_forwards(self, work: Work, choice: Choice, masked: bool) -> Work:
+        """Training's work and that of forwards without gradient, which are no recompute."""
+        job = self.job
+        for adapted, times in ((False, self.reference_forwards), (True, self.policy_forwards)):
+            if not times:
+                continue
+            forward = forward_token_work(
+                job.architecture,
+                choice,
+                sequence=job.seq_len,
+                lora_r=job.lora_r,
+                lora_targets=job.lora_targets,
+                lora_dropout=job.lora_dropout,
+                adapted=adapted and choice.method != "full",
+                masked=masked,
+                fp32_residual=residual_bytes(choice) == 4,
+                linear_kernels=self.linear_kernels,
+                # Kernels are patched into the policy, not into a reference of its own.
+                liger=choice.loss_path == "liger"
+                and self.liger_patches_layers
+                and (adapted or not job.reference_model),
+                quantization=job.quantization if choice.method == "qlora" else None,
+            )
+            work = mixed_work(work, 1.0, forward, float(times))
+        return work
 
     def ring_s(self, choice: Choice) -> float:
-        """Seconds per row of the micro-batch that context parallelism's ring adds to attention."""
-        if choice.cp == 1:
+        """Seconds per row of the micro-batch that context parallelism's ring adds to attention on the card."""
+        if choice.cp == 1 or self.rates is None:
             return 0.0
-        return RING_FACTOR * 100.0 * self.job.seq_len * self.attention_width / (ELEMENTWISE * self.bandwidth)
+        # A rank's tokens x its steps, one for every rank of the ring, are the whole sequence.
+        return RING_BYTES * self.job.seq_len * self.attention_width / self.rates.elementwise
 
     def loss_s(self, choice: Choice) -> float:
         """Seconds per token: head matmuls and the passes over the logits, by the release's loss path."""
-        arch, bandwidth, rate = self.job.architecture, self.bandwidth, self.rate
+        if not self.job.scores_vocabulary or self.rates is None:
+            return 0.0
+        arch, forwards = self.job.architecture, self.reference_forwards + self.policy_forwards
+        return loss_s(choice, self.rates, vocab=arch.vocab, hidden=arch.hidden, forwards=forwards)
+
+    def head_flops(self, choice: Choice) -> float:
+        """Of one token through the vocabulary head: training's passes, and forwards without gradient."""
         if not self.job.scores_vocabulary:
             return 0.0
-        v, h = arch.vocab, arch.hidden
-        trains = choice.method == "full"
-        path = choice.loss_path
-        products = (4 if trains else 3) if path in ("chunked", "chunked_fp32", "fused") else (3 if trains else 2)
-        if path in ("chunked", "chunked_fp32"):
-            flops = 2.0 * v * h * CHUNK_TOKENS
-            one = max(flops / (MATMUL * rate), (2.0 * v * h + 512.0 * v) / (STREAMING * bandwidth))
-            extra = HEAD_BYTES_PER_LOGIT * CHUNK_TOKENS * v
-            if path == "chunked_fp32":
-                if uses_autocast(choice):
-                    extra += (36.0 if trains else 24.0) * v * h
-                else:
-                    one = flops / (FP32_MATMUL * (self.hardware.fp32_flops or rate / 16))
-                    extra += (24.0 if trains else 12.0) * v * h
-            return (products * one + extra / (STREAMING * bandwidth)) / CHUNK_TOKENS
-        per_logit = FUSED_BYTES_PER_LOGIT if path in ("fused", "liger") else HEAD_BYTES_PER_LOGIT
-        return products * 2.0 * v * h / (MATMUL * rate) + per_logit * v / (STREAMING * bandwidth)
+        # A frozen head has no weight gradient.
+        passes = (6.0 if choice.method == "full" else 4.0) + 2.0 * (self.reference_forwards + self.policy_forwards)
+        return passes * self.job.architecture.vocab * self.job.architecture.hidden
 
-    def offload_s(self, choice: Choice) -> tuple[float, float]:
-        """Seconds of copies over the host link: per token, and per micro-batch."""
-        link, arch = self.hardware.host_link, self.job.architecture
-        if not choice.offload or link is None:
-            return 0.0, 0.0
-        per_token = per_batch = 0.0
-        if "activations" in choice.offload:
-            per_token = 2.0 * arch.num_layers * arch.hidden * residual_bytes(choice) / link
-        if "params" in choice.offload:
-            # Gathered shards cross the host link once per pass.
-            passes = 3.0 if choice.recompute != "none" else 2.0
-            per_batch = passes * 2.0 * self.num_parameters / choice.shard_ranks / link
-        return per_token, per_batch
-
-    def _trainable(self, choice: Choice) -> int:
+    def trainable(self, choice: Choice) -> int:
+        """Trainable parameters under the choice's method."""
         return self.blocks_of(choice.method).total.trainable
 
     def optimizer_s(self, choice: Choice) -> float:
-        """Seconds of the optimizer's step."""
-        local = self._trainable(choice) / choice.shard_ranks
-        if "optimizer" in choice.offload and self.hardware.host_link is not None:
-            # The update runs on the host: gradients down, weights up, states through the host's own memory.
-            return local * 4.0 / self.hardware.host_link + local * 28.0 / 60e9
-        width = (
-            0.5 if choice.weights == "bf16" and choice.sharding in ("none", "ddp") and choice.method == "full" else 1.0
-        )
-        return (OPTIMIZER_BYTES + 12.0) * width * local / (ELEMENTWISE * self.bandwidth)
-
-    def _link(self, ranks: int) -> float:
-        hw = self.hardware
-        inside = hw.link or 16e9
-        return inside if ranks <= hw.gpus_per_node else min(inside, hw.node_link)
-
-    def gathers_s(self, choice: Choice) -> float:
-        """Seconds of weight gathers and gradient reductions of every micro-batch, before computation hides them."""
-        ranks = choice.shard_ranks
-        if ranks == 1:
+        """Seconds of the optimizer's step, and of clipping, which reads gradients twice and writes them once."""
+        if self.rates is None:
             return 0.0
-        share = (ranks - 1) / ranks
-        moved = 2.0 * self._trainable(choice) * share
-        if choice.sharding in FSDP2 or choice.sharding == "fsdp1":
-            moved += (1.0 if choice.sharding == "fsdp_no_reshard" else 2.0) * 2.0 * self.num_parameters * share
-        elif choice.sharding == "zero3":
-            moved += (3.0 if choice.recompute != "none" else 2.0) * 2.0 * self.num_parameters * share
-        return moved / self._link(ranks)
-
-    def reduction_s(self, choice: Choice) -> tuple[float, float]:
-        """(seconds, share of the computation that hides them) of what happens once per optimizer step.
-
-        DDP's all-reduce, ZeRO's gather of new weights, HSDP's reduction over replicas.
-        """
-        ranks = choice.num_gpus
-        share = (ranks - 1) / ranks
-        trainable = self._trainable(choice)
-        if choice.sharding == "ddp":
-            width = 2.0 if choice.weights == "bf16" and choice.method == "full" else 4.0
-            return 2.0 * share * width * trainable / self._link(ranks), HIDDEN_REDUCTION
-        if choice.sharding in ("zero1", "zero2"):
-            return 2.0 * share * trainable / self._link(ranks), 0.0
-        if choice.sharding == "hsdp" and choice.dp_replicate > 1:
-            return 2.0 * 2.0 * trainable / choice.shard_ranks / self._link(ranks), 0.0
-        return 0.0, 0.0
+        local = self.trainable(choice) / choice.shard_ranks
+        if "optimizer" in choice.offload and self.hardware.host_link is not None:
+            return host_optimizer_s(self.hardware, choice, local)
+        roles = trainable_roles(choice, adapter=choice.method != "full")
+        moved = find_optimizer(choice.optimizer).moved_bytes(
+            weights=roles.weights,
+            gradients=roles.gradients,
+            master=roles.master,
+            moment1=roles.moment1,
+            moment2=roles.moment2,
+        )
+        return (moved + 3.0 * roles.gradients) * local / self.rates.streaming

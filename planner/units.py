@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 
 
-def gib(num_bytes: float) -> float:
-    """Bytes as GiB (2^30), for people."""
-    return num_bytes / GIB
+def parse_tokens(text: str) -> int:
+    """A token count: ``4096``, ``1_048_576``, ``128k`` (1,024s), ``1M``.
+
+    Raises:
+        ValueError: it is none; the message says what to write.
+    """
+    plain = text.strip().replace(",", "").replace("_", "")
+    scale = {"k": 1024, "m": 1024**2}.get(plain[-1:].lower(), 1)
+    digits = plain[:-1] if scale > 1 else plain
+    if not digits.isascii() or not digits.isdigit():
+        raise ValueError(f"{text!r} is not a number of tokens; write 4096, 128k or 1M")
+    return int(digits) * scale
 
 
 def format_gib(num_bytes: float, digits: int = 1) -> str:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.architecture import Architecture
 from planner.choice import Choice
-from planner.job import Job
 from planner.rules import (
     adapters,
     attention,
@@ -24,12 +22,12 @@ from planner.rules import (
     precision,
     recompute,
     releases,
+    routes,
     sequence,
     trainers,
 )
 from planner.rules.book import JobRule, Refusal, Rule
-from planner.rules.context import RuleContext, read_context
-from planner.stack import Stack
+from planner.rules.context import RuleContext
 
 __all__ = [
     "JOB_RULES",
@@ -41,10 +39,10 @@ __all__ = [
     "Rule",
     "RuleContext",
     "all_refusals",
-    "build_context",
     "first_refusal",
     "job_refusals",
     "warnings_for",
+    "with_rules",
 ]
 
 TOPICS = (
@@ -56,6 +54,7 @@ TOPICS = (
     offload,
     attention,
     precision,
+    routes,
     optimizer,
     adapters,
     trainers,
@@ -71,34 +70,8 @@ WARNINGS: tuple[Rule, ...] = tuple(book.choice_warnings)
 """Every remark on a choice that runs all the same."""
 
 
-def build_context(
-    job: Job,
-    architecture: Architecture,
-    stack: Stack,
-    *,
-    device: str,
-    gpus_per_node: int,
-    compute_capability: str | None,
-) -> RuleContext:
-    """Boil everything but the choice down to what the rules read, and keep the rules that matter.
-
-    Args:
-        job: what the user wants.
-        architecture: the model's shapes.
-        stack: versions; torch, transformers, trl, accelerate and peft count as the newest known
-            when they are left out, unless the stack says that they are absent.
-        device: ``cuda`` or ``cpu``.
-        gpus_per_node: cards of one node; on ``cpu``, processes of one node (at least one).
-        compute_capability: of the cards, such as ``8.0``; None when it is not known.
-    """
-    context = read_context(
-        job,
-        architecture,
-        stack,
-        device=device,
-        gpus_per_node=gpus_per_node,
-        compute_capability=compute_capability,
-    )
+def with_rules(context: RuleContext) -> RuleContext:
+    """``context`` with the rules that can matter to it, so that a choice is held against no others."""
     return replace(
         context,
         rules=book.group(rule for rule in RULES if rule.applies(context)),

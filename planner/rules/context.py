@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from planner.architecture import Architecture
 from planner.job import Job
+from planner.route_time import covered_linears
+from planner.routes import Asked, asked_route
 from planner.rules.model import ModelFacts, read_model
 from planner.rules.overrides import Overrides, read_overrides
 from planner.stack import Stack
@@ -26,6 +28,7 @@ FEATURES = (
     "fsdp2_fp32_shards",
     "fsdp2_frozen_kept",
     "fsdp2_tied_embeddings",
+    "parallelism_config",
     "zero",
     "context_parallel",
     "sequence_parallel",
@@ -49,7 +52,7 @@ DEFAULT_GENERATIONS = {"grpo": 8, "rloo": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleContext:
-    """Everything a rule may look at besides the choice; built once per job by ``build_context``."""
+    """Everything a rule may look at besides the choice; read once per job by ``read_context``."""
 
     # The job.
     trainer: str
@@ -78,6 +81,12 @@ class RuleContext:
     lacks: Mapping[str, str] = field(hash=False)
     """Feature that the stack does not have -> what it needs and what is there."""
     model: ModelFacts
+    asked_route: Asked | None = None
+    """The precision route below 16 bits that the job pins."""
+    route_covers: bool = True
+    """Some layer of the model has widths that its groups divide."""
+    cuda: str | None = None
+    """The CUDA that torch was built for, where it is known."""
     # Rules that can have something against a choice here.
     rules: Groups = field(default=(), repr=False, compare=False)
     warnings: Groups = field(default=(), repr=False, compare=False)
@@ -126,6 +135,7 @@ def read_context(
     versions = _versions(stack)
     lacks = _lacking(versions)
     release = trl_release(versions.get("trl", newest_known()["trl"]))
+    asked = asked_route(job.pins)
     per_node = max(1, gpus_per_node)
     return RuleContext(
         trainer=job.trainer,
@@ -147,6 +157,9 @@ def read_context(
         versions=versions,
         lacks=lacks,
         model=read_model(architecture, stacks_experts="stacked_experts" not in lacks),
+        asked_route=asked,
+        cuda=stack.cuda,
+        route_covers=asked is None or any(covered_linears(kind, asked.route.features) for kind in architecture.kinds),
     )
 
 

@@ -6,6 +6,9 @@ from planner.choice import Choice
 from planner.rules.book import refuses, refuses_job, warns
 from planner.rules.context import RuleContext
 
+ROPE_KEYS = ("rope_type", "rope_theta", "factor")
+"""What YaRN needs; ``original_max_position_embeddings`` falls back to the config's."""
+
 
 @refuses(
     "batch-product",
@@ -21,8 +24,18 @@ def batch_product(context: RuleContext, choice: Choice) -> str | None:
         return (
             f"micro_batch {choice.micro_batch} x grad_accum {choice.grad_accum} x {ranks:,} "
             f"data-parallel ranks is {made:,}, not global_batch {context.global_batch:,}"
+            + _closest(choice.micro_batch * ranks, context.global_batch)
         )
     return None
+
+
+def _closest(once: int, wanted: int) -> str:
+    """The batches next to the wanted one that multiples of ``once`` make; empty where it is one of them."""
+    below = wanted // once * once
+    if below == wanted:
+        return ""
+    near = f"{below:,} or {below + once:,}" if below else f"{once:,}"
+    return f"; closest: {near}"
 
 
 @refuses(
@@ -78,6 +91,21 @@ def padding_free_length(context: RuleContext) -> str | None:
         if not asks.keeps_max_length:
             return None
         return "padding_free needs data.packing, or rows that are cut already and max_length: null"
+    return None
+
+
+@refuses_job(
+    "rope-keys",
+    why="from_pretrained puts the dict in the place of the model's own, and merges nothing: without rope_theta the "
+    "class raises TypeError, without factor or rope_type KeyError",
+    versions="transformers >= 5",
+    source="transformers/modeling_rope_utils.py:962-1014, 1151-1153 @5.24.0",
+)
+def rope_keys(context: RuleContext) -> str | None:
+    """YaRN set by hand without a key that it needs."""
+    missing = [key for key in ROPE_KEYS if key not in context.asks.rope_keys]
+    if context.asks.rope_keys and not context.model.nested_rope and missing:
+        return f"model_init_kwargs.rope_parameters needs {', '.join(missing)} too: the dict replaces the model's own"
     return None
 
 

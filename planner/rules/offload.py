@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.choice import FSDP2, ZERO, Choice
-from planner.rules.book import refuses, refuses_job
+from planner.rules.book import refuses, refuses_job, warns
 from planner.rules.context import RuleContext
 from planner.rules.recompute import reenables_checkpointing
 from profiles.releases import optimizer_needs
@@ -138,6 +138,19 @@ def offload_optimizer_rule(context: RuleContext, choice: Choice) -> str | None:
             "on the CPU: choose adamw_torch_fused"
         )
     return None
+
+
+@warns(
+    "activation-offloading-selective",
+    why="what selective recompute keeps bypasses the hooks that offload, and torch announces an error for that mix",
+    versions="TRL >= 1.15",
+    source="pytorch PR 190581, issue 191236; trl/models/activation_offloading.py @1.16.0",
+    concerns="selective",
+    applies=lambda context: context.asks.activation_offloading,
+)
+def activation_offloading_selective(context: RuleContext, choice: Choice) -> str | None:
+    """TRL's activation_offloading beside selective recompute."""
+    return "activation_offloading moves nothing of what recompute selective keeps: drop one of them"
 
 
 @refuses_job(

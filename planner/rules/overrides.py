@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from planner.yaml_slips import mended
+
 FULL_LOGITS_ARGUMENTS = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
 """Trainer arguments for which SFT runs one more forward pass with full logits."""
 LAUNCHER_ARGUMENTS = ("fsdp", "fsdp_config", "deepspeed", "parallelism_config")
@@ -26,6 +28,8 @@ class Overrides:
     """``liger_kernel_config`` asks for its fused linear cross entropy."""
     packing_strategy: str
     eval_packing: bool
+    eval_rows: int | None
+    """``per_device_eval_batch_size``."""
     padding_free: bool
     keeps_max_length: bool
     """False when ``max_length: null`` lifts the limit that a plan writes."""
@@ -41,16 +45,26 @@ class Overrides:
     """``generation_batch_size`` or ``steps_per_generation`` is set."""
     auto_find_batch_size: bool
     save_only_model: bool
+    saves_optimizer: bool
+    """Checkpoints are written, with the optimizer's states in them."""
     load_best_model_at_end: bool
     optim_target_modules: bool
+    vllm_share: float
+    """Share of each card that vLLM takes beside the trainer; 0 where it runs elsewhere or not at all."""
     rope: bool
     """Positions are rescaled by hand in ``model_init_kwargs``."""
+    rope_keys: tuple[str, ...]
+    """Keys of a ``rope_parameters`` there that asks for YaRN; none where there is no such dict."""
     launcher: tuple[str, ...]
     """Arguments among ``LAUNCHER_ARGUMENTS`` that are set."""
+    max_steps: float
+    num_train_epochs: float
+    """Zero where they are not set."""
 
 
 def read_overrides(given: Mapping[str, Any]) -> Overrides:
     """Read a ``trl`` section; values of another type than the trainer takes count as not set."""
+    given = _mapping(mended(dict(given), "trl"))
     liger_config = _mapping(given.get("liger_kernel_config"))
     model_kwargs = _mapping(given.get("model_init_kwargs"))
     return Overrides(
@@ -62,6 +76,7 @@ def read_overrides(given: Mapping[str, Any]) -> Overrides:
         liger_fused_loss=bool(liger_config.get("fused_linear_cross_entropy")),
         packing_strategy=_text(given.get("packing_strategy")) or "bfd",
         eval_packing=bool(given.get("eval_packing")),
+        eval_rows=int(_number(given.get("per_device_eval_batch_size"))) or None,
         padding_free=bool(given.get("padding_free")),
         keeps_max_length=given.get("max_length", 1) is not None,
         pad_to_multiple_of=int(_number(given.get("pad_to_multiple_of"))),
@@ -74,11 +89,28 @@ def read_overrides(given: Mapping[str, Any]) -> Overrides:
         generation_batch="generation_batch_size" in given or "steps_per_generation" in given,
         auto_find_batch_size=bool(given.get("auto_find_batch_size")),
         save_only_model=bool(given.get("save_only_model")),
+        saves_optimizer=not given.get("save_only_model") and given.get("save_strategy") not in ("no", False),
         load_best_model_at_end=bool(given.get("load_best_model_at_end")),
         optim_target_modules=bool(given.get("optim_target_modules")),
+        vllm_share=_vllm_share(given),
         rope="rope_parameters" in model_kwargs or "rope_scaling" in model_kwargs,
+        rope_keys=_yarn_keys(_mapping(model_kwargs.get("rope_parameters"))),
         launcher=tuple(name for name in LAUNCHER_ARGUMENTS if given.get(name)),
+        max_steps=_number(given.get("max_steps")),
+        num_train_epochs=_number(given.get("num_train_epochs")),
     )
+
+
+def _vllm_share(given: Mapping[str, Any]) -> float:
+    # grpo_config.py:594-660 @1.16.0: on the trainer's own cards unless vllm_mode says server, 0.3 of each.
+    if not given.get("use_vllm") or given.get("vllm_mode", "colocate") != "colocate":
+        return 0.0
+    return _number(given.get("vllm_gpu_memory_utilization")) or 0.3
+
+
+def _yarn_keys(rope: Mapping[str, Any]) -> tuple[str, ...]:
+    # YaRN's factor alone says that it is meant where the type is left out.
+    return tuple(rope) if rope.get("rope_type", "yarn") == "yarn" and ("rope_type" in rope or "factor" in rope) else ()
 
 
 def _liger(given: Mapping[str, Any]) -> bool | None:

@@ -89,6 +89,21 @@ def hsdp_two_dimensions(context: RuleContext, choice: Choice) -> str | None:
 
 
 @refuses(
+    "hsdp-releases",
+    why="the mesh of replicas and shards is accelerate's ParallelismConfig, which came with 1.10",
+    versions="accelerate >= 1.10",
+    source="accelerate/parallelism_config.py:136-143 @1.15.0",
+    concerns="fsdp2",
+    applies=lambda context: "parallelism_config" in context.lacks,
+)
+def hsdp_releases(context: RuleContext, choice: Choice) -> str | None:
+    """Hybrid sharding on releases that have no mesh for it."""
+    if choice.sharding == "hsdp":
+        return f"hsdp needs {context.lacks['parallelism_config']}"
+    return None
+
+
+@refuses(
     "zero-flat-world",
     why="DeepSpeed partitions over the whole world, whatever the mesh says",
     versions="all",
@@ -104,15 +119,20 @@ def zero_flat_world(context: RuleContext, choice: Choice) -> str | None:
 
 @refuses(
     "tp-not-offered",
-    why="accelerate only wraps a model that was loaded with a tensor-parallel plan, and TRL's "
-    "loaders take none; its fused loss would gather the split head back",
-    versions="TRL up to 1.16",
-    source="accelerate/accelerator.py:1590-1604 @1.15.0, trl/trainer/utils.py:1332-1351 @1.16.0",
+    why="transformers can cut a model while loading it (distributed_config in model_init_kwargs), and TRL trains that "
+    "as one process would; but its optimizer cannot be checkpointed, so no run resumes, accelerate's tp_size alone "
+    "raises, and trlfit counts neither its memory nor its exchanges",
+    versions="TRL 1.16, transformers 5.24, accelerate 1.15",
+    source="transformers/trainer.py:632-640 @5.24.0, accelerate/accelerator.py:1904-1914 @1.15.0; "
+    "tests/launcher/test_tensor_parallel.py",
 )
 def tp_not_offered(context: RuleContext, choice: Choice) -> str | None:
     """Tensor parallelism."""
     if choice.tp > 1:
-        return f"tp {choice.tp} is not offered: TRL loads no tensor-parallel model; use fsdp or zero3"
+        return (
+            f"tp {choice.tp} is not offered: such a run cannot resume from a checkpoint and is not counted here; "
+            "fsdp and zero3 divide the same states"
+        )
     return None
 
 

@@ -88,9 +88,10 @@ def fp16_bf16_adapters(context: RuleContext, choice: Choice) -> str | None:
 
 @refuses(
     "zero-one-dtype",
-    why="without fp16 or bf16 in its config DeepSpeed checks that every parameter is fp32",
-    versions="all",
-    source="deepspeed/runtime/engine.py:1755-1764 @0.19.8",
+    why="DeepSpeed keeps the half-precision weights and an fp32 master copy all the same, so the run would be that of "
+    "mixed precision under another name, and accelerate would not know of it",
+    versions="deepspeed 0.19.8",
+    source="deepspeed/runtime/engine.py:2064-2090, zero/stage_1_and_2.py:560-577 @0.19.8; tried",
     concerns="zero",
 )
 def zero_one_dtype(context: RuleContext, choice: Choice) -> str | None:

@@ -149,6 +149,22 @@ def cp_two_chunks(context: RuleContext, choice: Choice) -> str | None:
     return None
 
 
+@warns(
+    "cp-causal-only",
+    why="masks are dropped in favour of is_causal, and the trainer raises on the first batch whose mask is not causal, "
+    "as rows with images may have",
+    versions="all",
+    source="transformers/trainer.py:2457-2471 @5.24.0",
+    concerns="cp",
+    applies=lambda context: context.model.vision,
+)
+def cp_causal_only(context: RuleContext, choice: Choice) -> str | None:
+    """Context parallelism for a model with a vision tower."""
+    return (
+        f"cp {choice.cp} runs causal masks alone: train text rows, or check how {context.model.model_type} masks images"
+    )
+
+
 # ---- Sequence parallelism --------------------------------------------------------------------
 
 

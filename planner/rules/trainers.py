@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from planner.rules.book import refuses_job
+from planner.choice import Choice
+from planner.rules.book import refuses_job, warns
 from planner.rules.context import RuleContext
 
 ONLINE = frozenset({"grpo", "rloo"})
@@ -92,3 +93,16 @@ def launcher_arguments(context: RuleContext) -> str | None:
         name = context.asks.launcher[0]
         return f"trl.{name} is decided by the plan: pin sharding, cp or sp instead"
     return None
+
+
+@warns(
+    "vllm-on-the-same-cards",
+    why="colocated vLLM reserves a share of the whole card when it starts, for weights and keys and values of its own",
+    versions="TRL 1.16",
+    source="trl/trainer/grpo_config.py:158, 594 @1.16.0; TRL issue 2688",
+    applies=lambda context: context.trainer in ONLINE and context.asks.vllm_share > 0,
+)
+def vllm_on_the_same_cards(context: RuleContext, choice: Choice) -> str | None:
+    """Generation by vLLM on the cards that train."""
+    share = context.asks.vllm_share
+    return f"vLLM takes {share:.0%} of each card for itself, which is not counted: plan with --reserve {share + 0.05:g}"

@@ -2,7 +2,8 @@
 
 Stated by the sources: models, method, cards, tokens per step; the long-context rows also cp and offload. Assumed, as
 the constants' own fit did: 4 rows of 4,096 tokens per GPU and step, bf16 weights, full recompute, LoRA r 16 on q_proj
-and v_proj, and Qwen3-8B for the row over 131,072 tokens, whose guide names no model.
+and v_proj. The guide that gives 131,072 tokens on 2, 4 and 8 cards names no model there: the fit took Qwen3-8B, the
+sentences before it speak of Qwen3-4B, which ``measured.jsonl`` holds.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from planner.choice import Choice, LossPath, Method
-from planner.step_time import TimeEstimate
-from tests.planner.replay import problem_of
+from planner.problem import layer_work_of
+from planner.step_time import TimeEstimate, TimeModel
+from tests.planner.replay import bundled_coefficients, problem_of
 
 QUERY_VALUE = ("q_proj", "v_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -29,9 +31,10 @@ class Run:
     micro_batch: int = 4
     cp: int = 1
     offload: bool = False
+    linear_kernels: bool = False
 
-    def estimate(self, loss_path: LossPath = "chunked") -> TimeEstimate:
-        """The planner's time, rows of one length."""
+    def time_model(self, *, traced: bool = True) -> TimeModel:
+        """The planner's model of time for rows of one length, by bundled traces where there are any."""
         job: dict[str, object] = {
             "model": self.model,
             "method": self.method,
@@ -40,9 +43,21 @@ class Run:
         }
         if self.lora_targets:
             job["lora"] = {"r": 16, "target_modules": list(self.lora_targets)}
-        time = problem_of(job, stack={"trl": "1.13.0"}).judge.time
-        time.job = replace(time.job, padded=False)
-        found = time.estimate(self.choice(loss_path))
+        judge = problem_of(job, stack={"trl": "1.13.0"}).judge
+        memory = judge.memory
+        memory.job = replace(memory.job, padded=False)
+        if traced:
+            memory.source = bundled_coefficients
+        return replace(
+            judge.time,
+            job=memory.job,
+            layer_work=layer_work_of(memory),
+            linear_kernels=self.linear_kernels,
+        )
+
+    def estimate(self, loss_path: LossPath = "chunked", *, traced: bool = True) -> TimeEstimate:
+        """The planner's time."""
+        found = self.time_model(traced=traced).estimate(self.choice(loss_path))
         assert found is not None
         return found
 
@@ -102,5 +117,11 @@ LONG: tuple[tuple[Run, float], ...] = (
 )
 """Run and seconds per step (TRL's long-context guide and example; PR 6846 for the other models at a million tokens)."""
 
-PROFILED = (Run(model="Qwen/Qwen3.6-35B-A3B", method="lora", gpus=8), 4.57)
-"""The profiled step of TRL PR 6863, under TRL 1.12."""
+PROFILED = (Run(model="Qwen/Qwen3.6-35B-A3B", method="lora", gpus=8, linear_kernels=True), 4.57)
+"""The profiled step of TRL PR 6863, under TRL 1.12: seconds of all kernels, collectives included. That linear attention
+ran by flash-linear-attention's kernels is assumed: by torch operators it alone would take twice as long."""
+
+CHUNK_MS = {"chunked_fp32": 23.37, "chunked": 3.86}
+"""One chunk of 256 tokens over a vocabulary of 248,320 and a width of 2,048, forward and backward (TRL PR 6863)."""
+FP32_KERNELS = (192, 0.985)
+"""Launches and seconds of the fp32 product in that profile."""

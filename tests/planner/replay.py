@@ -1,6 +1,6 @@
 """Replay of recorded runs: a row of tests/planner/data becomes the planner's own values, nothing asked of the machine.
 
-Every reading of what a source leaves open is here, so that tests, benchmarks and docs/accuracy.md tell one story.
+Tests, benchmarks and docs/accuracy.md all replay through this module, so that they tell one story.
 """
 
 from __future__ import annotations
@@ -9,33 +9,73 @@ import json
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from planner.architecture import Architecture
 from planner.choice import Choice
 from planner.coefficients import Coefficients
-from planner.config_reader import read_architecture
+from planner.coefficients_json import CoefficientDocument, coefficients_of, shape_hash
+from planner.config.reader import read_architecture
 from planner.formula import ActivationOptions, formula_coefficients
 from planner.hardware import Hardware
 from planner.job import Job
-from planner.machine import Card, Machine
-from planner.memory import MemoryEstimate, MemoryJob, MemoryModel
-from planner.problem import PlanInput, Problem, make_problem
+from planner.machine import Machine
+from planner.memory import CoefficientSource, MemoryEstimate, MemoryJob, MemoryModel
+from planner.named_machine import named_machine as machine_of
+from planner.problem import PlanInput, Problem, groups_head, layer_work_of, make_problem
 from planner.stack import Stack
-from planner.step_time import TimeEstimate
+from planner.states import RoleTable, trainable_roles
+from planner.step_time import TimeEstimate, nothing_traced
 from profiles.cards import find_card
+from profiles.coefficients import find_coefficients
 from profiles.models import find_model
+from tests.planner.readings import readings_of
 
 DATA = Path(__file__).with_name("data")
+PROBES = DATA / "probes.jsonl"
 Row = dict[str, Any]
 
-BF16_UNDER_FSDP2 = "its own accelerate config says mixed_precision bf16, so FSDP2 holds fp32 shards"
-READINGS: dict[str, tuple[dict[str, str], str]] = {
-    "trl-long-qwen8b-1m-8xh100": ({"mixed_precision": "bf16"}, BF16_UNDER_FSDP2),
-    "trl-long-qwen8b-1m-nooffload-oom": ({"mixed_precision": "bf16"}, BF16_UNDER_FSDP2),
-    "acc-fsdp2-fixed": ({"mixed_precision": "bf16"}, "the benchmark's script says mixed_precision bf16"),
+Tier = Literal["formula", "best", "probed"]
+"""Where coefficients come from: closed forms alone; what a plan finds without asking a training Python, bundled traces
+before closed forms; the same once `trlfit probe` has traced what the row asks for."""
+TIERS: tuple[Tier, ...] = get_args(Tier)
+
+
+@cache
+def _bundled_document(shape: str) -> CoefficientDocument | None:
+    data = find_coefficients(shape)
+    return None if data is None else CoefficientDocument.from_json(data)
+
+
+@cache
+def probed_documents() -> dict[str, CoefficientDocument]:
+    """Shape -> what `trlfit probe` said of it, as recorded."""
+    lines = PROBES.read_text(encoding="utf-8").splitlines() if PROBES.is_file() else []
+    documents = [CoefficientDocument.from_json(json.loads(line)) for line in lines]
+    return {document.shape: document for document in documents}
+
+
+def bundled_coefficients(architecture: Architecture, options: ActivationOptions) -> Coefficients:
+    """Bundled traces, else closed forms: what a plan without a trace of its own is made of."""
+    document = _bundled_document(shape_hash(architecture))
+    found = None if document is None else coefficients_of(document, architecture, options, [])
+    return found or formula_coefficients(architecture, options)
+
+
+def probed_coefficients(architecture: Architecture, options: ActivationOptions) -> Coefficients:
+    """Bundled traces, recorded probes, else closed forms."""
+    found = bundled_coefficients(architecture, options)
+    document = probed_documents().get(shape_hash(architecture))
+    if found.evidence == "formula" and document is not None:
+        found = coefficients_of(document, architecture, options, []) or found
+    return found
+
+
+SOURCES: dict[Tier, CoefficientSource] = {
+    "formula": formula_coefficients,
+    "best": bundled_coefficients,
+    "probed": probed_coefficients,
 }
-"""Row id -> knobs that the row leaves out and its source states, and where."""
 
 
 @cache
@@ -56,26 +96,18 @@ def bundled(model_id: str) -> Architecture:
 def named_machine(spec: str, nodes: int = 1) -> Machine:
     """``8xH100-80GB`` as a machine nobody else uses."""
     count, _, name = spec.partition("x")
-    profile = find_card(name)
-    cards = [
-        Card(
-            index=index,
-            name=profile.product_name,
-            card_id=profile.id,
-            total_bytes=profile.nvml_bytes,
-            free_bytes=profile.nvml_bytes,
-            compute_capability=profile.compute_capability,
-            nvlink_peers=[i for i in range(int(count)) if i != index and profile.nvlink == "all"],
-        )
-        for index in range(int(count))
-    ]
-    return Machine(origin="named", spec=spec, cards=cards, nodes=nodes)
+    return machine_of(find_card(name), int(count), nodes)
 
 
 def inputs_of(
-    job: dict[str, Any], *, stack: dict[str, str] | None = None, nodes: int = 1, machine: Machine | None = None
+    job: dict[str, Any],
+    *,
+    stack: dict[str, str] | None = None,
+    nodes: int = 1,
+    machine: Machine | None = None,
+    architecture: Architecture | None = None,
 ) -> PlanInput:
-    """Everything resolved for a job, on the machine that it names unless another is given."""
+    """Everything resolved for a job, on the machine and for the bundled model that it names unless others are given."""
     parsed = Job.model_validate({**job, "nodes": nodes})
     cards = machine.usable_cards if machine else None
     named = parsed.machine.partition("x")[2] if cards is None else (cards[0].card_id if cards else None)
@@ -83,7 +115,7 @@ def inputs_of(
         job=parsed,
         machine=machine or named_machine(parsed.machine, nodes),
         stack=Stack(versions=stack or {}),
-        architecture=bundled(parsed.model),
+        architecture=architecture or bundled(parsed.model),
         profile=find_card(named) if named else None,
         source=formula_coefficients,
     )
@@ -100,8 +132,9 @@ def choice_of(row: Row) -> Choice:
     """The knobs of a row; what it leaves out is what its library did by default."""
     job = row["job"]
     pins = {knob: value for knob, value in job["pins"].items() if value is not None}
-    pins |= READINGS.get(row["id"], ({}, ""))[0]
-    gpus = int(job["machine"].partition("x")[0])
+    for reading in readings_of(row["id"]):
+        pins |= reading.pins
+    gpus = int(job["machine"].partition("x")[0]) * job.get("nodes", 1)
     sharding, cp, sp = pins["sharding"], pins.get("cp", 1), pins.get("sp", 1)
     ranks = gpus // (cp * sp)
     replicated = sharding in ("none", "ddp")
@@ -113,8 +146,8 @@ def choice_of(row: Row) -> Choice:
         sharding=sharding,
         cp=cp,
         sp=sp,
-        dp_shard=1 if replicated else ranks,
-        dp_replicate=ranks if replicated else 1,
+        dp_shard=pins.get("dp_shard", 1 if replicated else ranks // pins.get("dp_replicate", 1)),
+        dp_replicate=pins.get("dp_replicate", ranks if replicated else ranks // pins.get("dp_shard", ranks)),
         micro_batch=pins["micro_batch"],
         grad_accum=pins["grad_accum"],
         optimizer=pins["optimizer"],
@@ -161,43 +194,104 @@ class Replay:
             return float(measured["step_s"])
         if "tokens_per_s_per_gpu" not in measured:
             return None
-        tokens = self.row["job"]["seq_len"] * c.micro_batch * c.grad_accum / (c.cp * c.sp)
+        mean = next((r.mean_tokens for r in readings_of(self.row["id"]) if r.mean_tokens), None)
+        tokens = (mean or self.row["job"]["seq_len"]) * c.micro_batch * c.grad_accum / (c.cp * c.sp)
         return float(tokens / measured["tokens_per_s_per_gpu"])
 
 
-def measured_problem(row: Row, seq_len: int | None = None) -> Problem:
+@dataclass
+class ReadMemory(MemoryModel):
+    """Memory under readings of a source that no knob can say."""
+
+    adapters_fp32: bool = False
+    residual_fp32: bool = False
+
+    def roles(self, choice: Choice) -> RoleTable:
+        """As planned, adapters in fp32 where they are read so."""
+        table = super().roles(choice)
+        if not self.adapters_fp32:
+            return table
+        return replace(table, adapters=trainable_roles(replace(choice, method="lora"), adapter=True))
+
+    def activation_options(self, choice: Choice) -> ActivationOptions:
+        """As planned, in the dtypes that are read."""
+        options = super().activation_options(choice)
+        return replace(
+            options,
+            adapter_bytes=4 if self.adapters_fp32 else options.adapter_bytes,
+            residual_bytes=4 if self.residual_fp32 else options.residual_bytes,
+        )
+
+
+def measured_problem(row: Row, seq_len: int | None = None, tier: Tier = "best") -> Problem:
     """The planner's view of a measured row, at another length if asked.
 
-    Published rows are benchmarks with rows of one length, so no padding mask is made.
+    Published rows are benchmarks with rows of one length, so no padding mask is made unless a row or a reading says
+    ``padded``; none says that it ran with expandable segments, which written runs do. A row may state its model's
+    ``config``; without it the model is a bundled one.
     """
     job = {key: value for key, value in row["job"].items() if key not in ("pins", "stack")}
-    problem = problem_of(job | ({"seq_len": seq_len} if seq_len else {}), stack=row["job"]["stack"])
-    model = problem.judge.memory
-    model.job = problem.judge.time.job = replace(model.job, padded=False)
-    return problem
+    readings = readings_of(row["id"])
+    model = job.setdefault("model", row["id"])
+    for reading in readings:
+        if reading.lora_dropout is not None:
+            job["lora"] = job["lora"] | {"dropout": reading.lora_dropout}
+    config = row.get("config")
+    inputs = inputs_of(
+        job | ({"seq_len": seq_len} if seq_len else {}),
+        stack=row["job"].get("stack", {}),
+        nodes=job.get("nodes", 1),
+        architecture=None if config is None else read_architecture(config, model=model, origin="config.json"),
+    )
+    problem = make_problem(inputs)
+    planned = problem.judge.memory
+    memory = ReadMemory(
+        job=replace(
+            planned.job,
+            padded=row.get("padded", False) or any(reading.padded for reading in readings),
+            expandable_segments=row.get("expandable_segments", False),
+        ),
+        hardware=planned.hardware,
+        reserve=planned.reserve,
+        source=SOURCES[tier],
+        adapters_fp32=any(reading.adapters_fp32 for reading in readings),
+        residual_fp32=any(reading.residual_fp32 for reading in readings),
+    )
+    mean = next((reading.mean_tokens for reading in readings if reading.mean_tokens), None)
+    time = replace(
+        problem.judge.time,
+        job=replace(memory.job, seq_len=mean) if mean and not seq_len else memory.job,
+        layer_work=nothing_traced if any(r.fused_adapters for r in readings) else layer_work_of(memory),
+    )
+    return replace(problem, judge=replace(problem.judge, memory=memory, time=time))
 
 
-def replay(row: Row, seq_len: int | None = None) -> Replay:
+def replay(row: Row, seq_len: int | None = None, tier: Tier = "best") -> Replay:
     """What the planner says of a measured row."""
-    problem, choice = measured_problem(row, seq_len), choice_of(row)
+    problem, choice = measured_problem(row, seq_len, tier), choice_of(row)
     memory = problem.judge.memory.estimate(choice)
     return Replay(row=row, choice=choice, memory=memory, time=problem.judge.time.estimate(choice))
 
 
-def longest_length(row: Row, optimizer: str | None = None) -> int:
+def longest_length(row: Row, *, first_step: bool | None = None, tier: Tier = "best") -> int:
     """The longest multiple of 512 tokens whose predicted peak the whole card holds, reserve and interval aside.
 
     Args:
         row: a measured row.
-        optimizer: another than the row's.
+        first_step: no states of AdamW yet, as under an optimizer without any; None is as the row is read.
+        tier: where coefficients come from.
     """
-    choice = choice_of(row) if optimizer is None else replace(choice_of(row), optimizer=optimizer)
+    if first_step is None:
+        first_step = any(reading.first_step for reading in readings_of(row["id"]))
+    choice = replace(choice_of(row), optimizer="sgd") if first_step else choice_of(row)
     low, high = 2, 2**12
     while high - low > 1:
         middle = (low + high) // 2
-        memory = measured_problem(row, middle * 512).judge.memory.estimate(choice)
+        problem = measured_problem(row, middle * 512, tier)
+        memory = problem.judge.memory.estimate(choice)
         assert memory.capacity_bytes is not None
-        low, high = (middle, high) if memory.device_bytes <= memory.capacity_bytes else (low, middle)
+        usable = memory.capacity_bytes - problem.judge.memory.hardware.others_bytes(choice.num_gpus)
+        low, high = (middle, high) if memory.device_bytes <= usable else (low, middle)
     return low * 512
 
 
@@ -220,7 +314,12 @@ def cpu_kernel_coefficients(architecture: Architecture, options: ActivationOptio
     return formula_coefficients(architecture, replace(options, mask_bias=False))
 
 
-def traced_model(row: Row) -> MemoryModel:
+def as_traced(row: Row, options: ActivationOptions) -> ActivationOptions:
+    """``options`` with the attention kernels that a traced row ran: a CPU's unless it says whose."""
+    return replace(options, mask_bias=row.get("kernels") == "cuda")
+
+
+def traced_model(row: Row, tier: Tier = "formula") -> MemoryModel:
     """The memory model of a traced row."""
     job, lora = row["job"], row["job"].get("lora", {})
     targets = lora.get("target_modules", "all-linear")
@@ -231,10 +330,11 @@ def traced_model(row: Row) -> MemoryModel:
             lora_r=lora.get("r", 16),
             lora_targets=targets if isinstance(targets, str) else tuple(targets),
             padded=False,
+            head_in_tail_group=groups_head(Stack(versions=job.get("stack", {}))),
         ),
         hardware=H100_WITHOUT_RATES,
         reserve=0.05,
-        source=cpu_kernel_coefficients,
+        source=lambda architecture, options: SOURCES[tier](architecture, as_traced(row, options)),
     )
 
 
@@ -243,21 +343,14 @@ def tensor_bytes(memory: MemoryEstimate) -> dict[str, int]:
     return {phase.name: phase.bytes - phase.parts["context"] - phase.parts["slack"] for phase in memory.phases}
 
 
-def traced_peak(row: Row) -> int:
+def traced_peak(row: Row, tier: Tier = "formula") -> int:
     """Predicted bytes of tensors at the highest phase of a traced row."""
-    return max(tensor_bytes(traced_model(row).estimate(choice_of(row))).values())
+    return max(tensor_bytes(traced_model(row, tier).estimate(choice_of(row))).values())
 
 
-def eager_peak(row: Row) -> int:
-    """The predicted peak without the prefetched layer, which an eager trace never gathers ahead.
-
-    ``layer_gather`` holds two layers in the compute dtype, the one in use and the next; of each phase that has it, half
-    is taken out.
-    """
-    model, choice = traced_model(row), choice_of(row)
-    one_layer = 0 if choice.sharding == "fsdp_no_reshard" else max(model.shard_of(choice).layer_gather) // 2
-    tensors = tensor_bytes(model.estimate(choice))
-    return max(size - (one_layer if name in ("forward", "backward") else 0) for name, size in tensors.items())
+def traced_evidence(row: Row, tier: Tier) -> str:
+    """What the prediction of a traced row rests on."""
+    return traced_model(row, tier).estimate(choice_of(row)).evidence
 
 
 def quantile(values: list[float], share: float) -> float:

@@ -17,7 +17,7 @@ from planner.adapters import (
     unknown_targets,
 )
 from planner.architecture import Architecture
-from planner.config_reader import read_architecture
+from planner.config.reader import read_architecture
 from profiles.models import find_model
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

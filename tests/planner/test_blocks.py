@@ -33,6 +33,7 @@ def test_qwen3_8b_with_adapters() -> None:
     blocks = parameter_blocks(bundled("Qwen/Qwen3-8B"), "lora", 16, "all-linear")
     assert blocks.kinds == (Block(frozen=QWEN3_8B_LINEAR + QWEN3_8B_NORMS, adapter=adapter),)
     assert blocks.total.trainable == 36 * adapter == 43_646_976
+    assert blocks.cast_adapters == (adapter,)
     assert blocks.num_parameters == 8_190_735_360 + 43_646_976
     attention = parameter_blocks(bundled("Qwen/Qwen3-8B"), "lora", 16, ("q_proj", "v_proj"))
     assert attention.total.adapter == 36 * 16 * (H + H + H + KV) == 7_667_712
@@ -64,6 +65,14 @@ def test_experts_are_frozen_stacks_that_bitsandbytes_does_not_replace() -> None:
     assert kind.frozen >= experts
     # Autocast copies the experts as it copies linears.
     assert blocks.cast_weights == (kind.quantised + experts,)
+
+
+def test_adapters_of_experts_are_multiplied_through_views_that_autocast_does_not_cache() -> None:
+    blocks = parameter_blocks(bundled("Qwen/Qwen3-30B-A3B"), "lora", 16, "all-linear")
+    # q and o over 4,096, k and v over 512; the rest of the adapters are the experts' and the router's.
+    attention = 16 * (2 * (2048 + 4096) + 2 * (2048 + 512))
+    assert blocks.cast_adapters == (attention,)
+    assert blocks.kinds[0].adapter > attention
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])

@@ -66,6 +66,9 @@ def test_json_of_another_kind_is_refused() -> None:
     data = CHOICE.to_json()
     with pytest.raises(TypeError):
         Choice.from_json({**data, "colour": "red"})
+    for knob, value in {"micro_batch": True, "cp": 1.0, "grad_accum": "4", "packing": 0}.items():
+        with pytest.raises(TypeError, match=knob):
+            Choice.from_json({**data, knob: value})
     del data["recompute"]
     with pytest.raises(TypeError):
         Choice.from_json(data)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.architecture import Architecture
+from planner.architecture import Architecture, LayerKind
 from planner.coefficients import Affine, Highest, Windowed
 from planner.coefficients_json import (
     BadDocument,
@@ -16,7 +16,7 @@ from planner.coefficients_json import (
     pack_line,
     shape_hash,
 )
-from planner.config_reader import read_architecture
+from planner.config.reader import read_architecture
 from planner.formula import ActivationOptions, formula_coefficients
 
 LLAMA = {
@@ -113,6 +113,24 @@ def test_what_is_not_affine_is_left_to_closed_forms_and_said() -> None:
     assert notes == ["layers of kind full are priced by closed forms: their trace is not affine in the tokens"]
 
 
+def test_what_is_not_affine_outside_the_layers_is_left_to_closed_forms_and_said() -> None:
+    notes: list[str] = []
+    traced = entry() | {"model_saved_none": [[1]], "not_affine": ["model_saved (+3.0%)"]}
+    found = coefficients_of(document({"bf16/full/sdpa": traced}), read(), FULL, notes)
+    assert found is not None
+    closed = formula_coefficients(read(), FULL)
+    assert (found.model_saved, found.final_norm_saved) == (closed.model_saved, closed.final_norm_saved)
+    assert found.model_saved_none is None
+    assert found.layers[0].none.kept == Affine(3, 1000)
+    assert notes == ["what is kept outside the layers is priced by closed forms: its trace is not affine in the tokens"]
+
+
+def test_without_recompute_other_bytes_are_kept_outside_the_layers() -> None:
+    found = coefficients_of(document({"bf16/full/sdpa": entry() | {"model_saved_none": [[-7]]}}), read(), FULL, [])
+    assert found is not None
+    assert (found.model_saved, found.model_saved_none) == (Affine(16), Affine(-7))
+
+
 def test_refused_and_absent_sets_give_nothing() -> None:
     documented = document({"bf16/full/sdpa": {"refused": "no such class"}})
     assert coefficients_of(documented, read(), FULL, []) is None
@@ -170,12 +188,16 @@ def test_sizes_and_operators_change_the_shape() -> None:
         read(attention_bias=True),
         read(attention_dropout=0.1),
         read(hidden_act="relu2"),
+        read(hidden_act="gelu_new"),
     ]
     assert len({shape_hash(architecture) for architecture in others}) == len(others)
 
 
 def test_option_keys_hold_what_matters() -> None:
     plain, windowed = read(), read(model_type="mistral", sliding_window=32)
+    norms = read(model_type="stablelm")
+    wide = LayerKind(name="full", attention="full", linears=(), norm_parameters=0, head_dim=192, value_head_dim=128)
+    latent = replace(read(), kinds=(wide,))
     keys = [
         (plain, FULL, "bf16/full/sdpa"),
         (plain, replace(FULL, attention="flash_attention_2", masked=True), "bf16/full/sdpa"),
@@ -188,6 +210,15 @@ def test_option_keys_hold_what_matters() -> None:
         (plain, replace(LORA, lora_r=64), "bf16/lora-fp32:all-linear/sdpa"),
         (plain, replace(LORA, lora_targets=("q_proj", "v_proj")), "bf16/lora-fp32:q_proj,v_proj/sdpa"),
         (plain, replace(LORA, adapter_bytes=2, quantised=True), "bf16/lora-bf16:all-linear/quantised/sdpa"),
+        (plain, replace(FULL, autocast=False), "bf16/full/sdpa"),
+        (plain, replace(LORA, autocast=False), "bf16/lora-fp32:all-linear/no-autocast/sdpa"),
+        (norms, FULL, "bf16/full/sdpa"),
+        (norms, replace(FULL, autocast=False), "bf16/full/no-autocast/sdpa"),
+        (norms, replace(FULL, mask_bias=False), "bf16/full/sdpa"),
+        (latent, replace(FULL, mask_bias=False), "bf16/full/sdpa/cpu"),
+        (norms, replace(FULL, residual_bytes=4), "fp32+bf16/full/sdpa"),
+        (read(hidden_act="relu2"), replace(FULL, autocast=False), "bf16/full/no-autocast/sdpa"),
+        (read(hidden_act="gelu"), replace(FULL, autocast=False), "bf16/full/sdpa"),
         (windowed, FULL, "bf16/full/sdpa"),
         (windowed, replace(FULL, mask_bias=False), "bf16/full/sdpa/cpu"),
         (windowed, replace(FULL, attention="flash_attention_2"), "bf16/full/flash_attention_2"),

@@ -44,8 +44,9 @@ def hardware(**changes: Any) -> Hardware:
     ],
 )
 def test_cublas_workspace(capability: str | None, workspace: int) -> None:
+    # One for forward's thread, one for autograd's.
     found = device_model(ALONE, hardware(compute_capability=capability)).at(10_000 * MIB)
-    assert found.allocated_bytes == 10_000 * MIB + workspace
+    assert found.allocated_bytes == 10_000 * MIB + 2 * workspace
 
 
 def test_three_metrics() -> None:
@@ -53,6 +54,12 @@ def test_three_metrics() -> None:
     assert found.slack_bytes == int(0.03 * found.allocated_bytes)
     assert found.total_bytes == found.allocated_bytes + found.slack_bytes + 500 * MIB
     assert found.reserved_bytes - found.allocated_bytes == found.slack_bytes
+
+
+def test_segments_that_must_be_whole_cost_more() -> None:
+    found = device_model(ALONE, hardware(), expandable_segments=False).at(10_000 * MIB)
+    assert found.slack_bytes == int(0.12 * found.allocated_bytes)
+    assert device_model(ALONE, hardware(device="cpu"), expandable_segments=False).at(1000).slack_bytes == 0
 
 
 def test_communicators_of_several_ranks() -> None:

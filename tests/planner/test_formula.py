@@ -71,8 +71,23 @@ def test_fp32_adapters_keep_a_cast_for_every_module() -> None:
     inputs = 3 * H + Q + 2 * H + F
     assert none_kept(options=fp32).per_token - none_kept(options=LORA).per_token == 2 * inputs - 2 * (H + H + F)
     dropped = replace(LORA, lora_dropout=True)
-    # Dropout keeps its mask's product beside the input.
-    assert none_kept(options=dropped).per_token - none_kept(options=fp32).per_token == 2 * inputs
+    # Dropout keeps what it lets through, and a mask of one byte a value.
+    assert none_kept(options=dropped).per_token - none_kept(options=fp32).per_token == inputs
+
+
+def test_an_fp32_adapter_on_the_down_projection_makes_backward_wider() -> None:
+    """Three bytes a value of F more than one in bf16; adapters elsewhere leave the MLP alone."""
+
+    def widening(targets: str | tuple[str, ...]) -> float:
+        found: list[float] = []
+        for width in (2, 4):
+            (layer,) = coefficients(options=replace(LORA, lora_targets=targets, adapter_bytes=width)).layers
+            assert isinstance(layer.full.backward, Affine)
+            found.append(layer.full.backward.per_token)
+        return found[1] - found[0]
+
+    assert widening(("q_proj",)) == 0
+    assert widening(("down_proj",)) == 3 * F
 
 
 @pytest.mark.parametrize(("targets", "kept"), [(("q_proj", "v_proj"), H), (("o_proj",), 0), (("down_proj",), F)])
@@ -152,13 +167,15 @@ def test_a_mask_repeats_keys_and_values_and_becomes_a_bias() -> None:
     [
         ("Qwen/Qwen3-8B", BF16, 0),
         ("Qwen/Qwen3-8B", replace(BF16, masked=True), 1),
-        ("Qwen/Qwen3-8B", replace(BF16, attention="eager"), 1),
+        ("Qwen/Qwen3-8B", replace(BF16, attention="eager"), 2),
         ("google/gemma-3-1b-pt", BF16, 1),
+        ("google/gemma-3-1b-pt", replace(BF16, masked=True), 2),
+        ("google/gemma-2-2b", replace(BF16, attention="eager"), 4),
         ("google/gemma-3-1b-pt", replace(BF16, attention="flash_attention_2"), 0),
     ],
 )
 def test_when_a_mask_is_made(model: str, options: ActivationOptions, mask: int) -> None:
-    """One byte per pair of positions, for the whole model."""
+    """Bytes per pair of positions, for the whole model, as traces of the real classes have them."""
     saved = coefficients(model, options).model_saved
     assert isinstance(saved, Affine)
     assert saved.per_token_pair == mask

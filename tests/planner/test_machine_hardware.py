@@ -40,7 +40,7 @@ def test_a_named_node() -> None:
     assert found.matmul_flops == pytest.approx(989.4e12, rel=0.001)
     assert found.bandwidth == pytest.approx(3.35e12)
     # 900 GB/s of NVLink are both directions.
-    assert (found.link, found.link_name) == (450e9, "NVLink")
+    assert found.link == 450e9
     assert found.host_link == H100.host_link_gb_s * 1e9
     assert (found.power_w, found.host_available_bytes) == (700, None)
     assert found.cards_for(3) == [0, 1, 2]
@@ -49,27 +49,26 @@ def test_a_named_node() -> None:
 
 def test_cards_without_nvlink_talk_over_pcie() -> None:
     found = gpu_hardware(named_machine("4xRTX4090"), RTX4090)
-    assert found.link_name == "PCIe"
     assert found.link == found.host_link == RTX4090.host_link_gb_s * 1e9
 
 
 @pytest.mark.parametrize(
-    ("peers", "name"),
+    ("peers", "link"),
     [
-        (([1, 2], [0, 2], [0, 1]), "NVLink"),
-        # A bridge between two of three.
-        (([1], [0], list[int]()), "PCIe"),
+        (([1, 2], [0, 2], [0, 1]), 450e9),
+        # A bridge between two of three: PCIe.
+        (([1], [0], list[int]()), H100.host_link_gb_s * 1e9),
     ],
 )
-def test_nvlink_counts_when_all_are_linked(peers: tuple[list[int], ...], name: str) -> None:
+def test_nvlink_counts_when_all_are_linked(peers: tuple[list[int], ...], link: float) -> None:
     cards = [card(i, nvlink_peers=p) for i, p in enumerate(peers)]
-    assert gpu_hardware(machine(*cards), H100).link_name == name
+    assert gpu_hardware(machine(*cards), H100).link == link
 
 
 def test_only_usable_cards_need_to_be_linked() -> None:
     cards = [card(0, nvlink_peers=[1]), card(1, nvlink_peers=[0]), card(2, usable=False)]
     found = gpu_hardware(machine(*cards), H100)
-    assert (found.link_name, found.gpus_per_node) == ("NVLink", 2)
+    assert (found.link, found.gpus_per_node) == (450e9, 2)
 
 
 def test_the_emptiest_cards_come_first() -> None:
@@ -126,8 +125,7 @@ def test_an_unknown_card_has_no_rates() -> None:
     found = gpu_hardware(machine(card(0, card_id=None, name="NVIDIA Somethingelse")), None)
     assert found.name == "NVIDIA Somethingelse"
     assert (found.matmul_flops, found.fp32_flops, found.bandwidth, found.host_link, found.power_w) == (None,) * 5
-    assert found.link_name == "PCIe"
-    assert found.rates_source == ""
+    assert found.link is None
 
 
 def test_a_card_before_ampere_multiplies_in_fp16() -> None:
@@ -150,7 +148,6 @@ def test_a_cpu_by_its_cores() -> None:
     assert (one.device, one.gpus_per_node, one.capacity_bytes) == ("cpu", 1, 48 * GIB)
     assert (one.matmul_flops, one.bandwidth) == (16 * CPU_CORE_FLOPS, CPU_BANDWIDTH)
     assert one.has_bf16
-    assert "16 cores" in one.rates_source
     two = cpu_hardware(Machine(origin="cpu", spec="cpu", host=host, nodes=3), processes=2)
     assert (two.gpus_per_node, two.num_gpus, two.capacity_bytes) == (2, 6, 24 * GIB)
     assert (two.matmul_flops, two.bandwidth) == (8 * CPU_CORE_FLOPS, CPU_BANDWIDTH / 2)

@@ -1,19 +1,51 @@
-"""The simulated peak against 54 published measurements of real runs, and against recorded out-of-memory failures."""
+"""The simulated peak against 54 published measurements of real runs, and against recorded out-of-memory failures.
+
+Every bound is held at every tier: closed forms, bundled traces (what a plan of a bundled model uses) and after a probe.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import median
 
 import pytest
 
-from benchmarks.accuracy import PAGE, page
-from tests.planner.replay import Replay, longest_length, quantile, replay, rows
+from benchmarks.accuracy import asked_sets
+from benchmarks.accuracy_cases import default_cases
+from benchmarks.accuracy_page import PAGE, page
+from launcher.coefficient_store import source_for
+from launcher.tracing import trace
+from planner.architecture import Architecture
+from planner.coefficients_json import CoefficientDocument
+from planner.formula import ActivationOptions
+from planner.stack import Stack
+from tests.planner.readings import READINGS, readings_of
+from tests.planner.replay import (
+    TIERS,
+    Replay,
+    Tier,
+    bundled_coefficients,
+    choice_of,
+    longest_length,
+    measured_problem,
+    probed_documents,
+    quantile,
+    replay,
+    rows,
+)
 
-REPLAYED = [replay(row) for row in rows("measured")]
-BY_ID = {r.row["id"]: r for r in REPLAYED}
-MEASURED = [r for r in REPLAYED if r.error is not None]
-ALLOCATED = [r for r in MEASURED if r.row["measured"]["metric"] == "max_allocated"]
-OUT_OF_MEMORY = [r for r in REPLAYED if r.row["measured"].get("oom")]
+RUNS = {tier: [replay(row, tier=tier) for row in rows("measured")] for tier in TIERS}
+MEASURED = {tier: [r for r in runs if r.error is not None] for tier, runs in RUNS.items()}
+BY_ID = {r.row["id"]: r for r in RUNS["best"]}
+OUT_OF_MEMORY = [r for runs in RUNS.values() for r in runs if r.row["measured"].get("oom")]
+
+
+def allocated(tier: Tier) -> list[Replay]:
+    return [r for r in MEASURED[tier] if r.row["measured"]["metric"] == "max_allocated"]
+
+
+ALLOCATED = allocated("best")
+EVERY_TIER = pytest.mark.parametrize("tier", TIERS)
 
 
 def sizes_of(errors: list[Replay]) -> list[float]:
@@ -21,26 +53,60 @@ def sizes_of(errors: list[Replay]) -> list[float]:
 
 
 def test_every_row_is_replayed() -> None:
-    assert len(REPLAYED) == 70
-    assert (len(MEASURED), len(ALLOCATED), len(OUT_OF_MEMORY)) == (54, 49, 6)
+    assert len(RUNS["best"]) == 70
+    assert (len(MEASURED["best"]), len(ALLOCATED), len(OUT_OF_MEMORY)) == (54, 49, 6 * len(TIERS))
 
 
-def test_single_gpu_rows_of_high_confidence() -> None:
-    found = sizes_of([r for r in ALLOCATED if r.single_gpu and r.row["confidence"] == "high"])
+@EVERY_TIER
+def test_single_gpu_rows_of_high_confidence(tier: Tier) -> None:
+    found = sizes_of([r for r in allocated(tier) if r.single_gpu and r.row["confidence"] == "high"])
     assert len(found) == 20
     assert median(found) <= 0.03
-    assert quantile(found, 0.8) <= 0.06
+    assert max(found) <= 0.05
 
 
-def test_all_allocated_rows() -> None:
-    found = sizes_of(ALLOCATED)
+@EVERY_TIER
+def test_all_allocated_rows(tier: Tier) -> None:
+    found = sizes_of(allocated(tier))
     assert median(found) <= 0.05
-    # The rest are two libraries' own doings: see docs/accuracy.md.
-    assert sum(error > 0.13 for error in found) == 4
-    assert {r.row["id"] for r in ALLOCATED if abs(r.error or 0) > 0.13} == {
-        f"fms-granite-0{n}-PowerLM-3b-qlora-{shape}-baseline-peft-bnb"
-        for n, shape in ((16, "g1-bs4"), (17, "g2-bs2"), (18, "g1-bs8"), (19, "g2-bs4"))
+    assert quantile(found, 0.9) <= 0.12
+    # Far inside the bounds that were promised, so that a step back shows.
+    assert (median(found) <= 0.02, quantile(found, 0.9) <= 0.05) == (True, True)
+    # One source says neither unit nor metric, another polled every 10 ms: see docs/accuracy.md.
+    assert {r.row["id"] for r in allocated(tier) if abs(r.error or 0) > 0.05} == {
+        "trl-long-qwen8b-1m-8xh100",
+        "acc-fsdp2-fixed",
     }
+    assert max(found) <= 0.11
+
+
+def test_what_a_poll_does_not_see() -> None:
+    """Qwen2.5-1.5B, 8 ranks of FSDP2, 256 tokens: at last the sum of two gradients of its tied embedding, 0.47 GB."""
+    run = BY_ID["acc-fsdp2-fixed"]
+    assert run.memory.peak_phase == "backward"
+    without = run.predicted_bytes - 2 * 151_936 * 1536
+    assert without == pytest.approx(run.row["measured"]["bytes"], rel=0.01)
+
+
+def test_every_reading_is_of_a_row_and_changes_it() -> None:
+    ids = [row["id"] for row in rows("measured")]
+    for pattern, reading in READINGS.items():
+        assert any(reading in readings_of(row_id) for row_id in ids), pattern
+
+
+def test_a_residual_stream_in_fp32() -> None:
+    """PowerLM-3B, 40 layers of 2,304: two more bytes a value and checkpoint, 184,320 bytes a token, as was measured."""
+    baseline, accelerated = (
+        BY_ID[f"fms-granite-{name}"]
+        for name in (
+            "018-PowerLM-3b-qlora-g1-bs8-baseline-peft-bnb",
+            "022-PowerLM-3b-qlora-g1-bs8-accelerated-peft-bnb",
+        )
+    )
+    tokens = 8 * 4096
+    seen = baseline.row["measured"]["bytes"] - accelerated.row["measured"]["bytes"]
+    assert seen == pytest.approx(tokens * 40 * 2304 * 2, rel=0.001)
+    assert baseline.predicted_bytes - accelerated.predicted_bytes == pytest.approx(seen, rel=0.05)
 
 
 @pytest.mark.parametrize("run", OUT_OF_MEMORY, ids=lambda run: run.row["id"])
@@ -48,12 +114,14 @@ def test_no_recorded_failure_is_called_fitting(run: Replay) -> None:
     assert not run.memory.fits
 
 
-def test_runs_that_ran_are_mostly_called_fitting() -> None:
+@EVERY_TIER
+def test_runs_that_ran_are_mostly_called_fitting(tier: Tier) -> None:
     """A planner that refuses everything has no false fits either."""
-    refused = [r.row["id"] for r in MEASURED if not r.memory.fits]
-    # Within the reserve of 5 %: they ran at 74.8 to 80.3 GB on cards of 80 GiB.
-    assert all((BY_ID[i].row["measured"]["bytes"]) > 0.83 * (BY_ID[i].memory.capacity_bytes or 0) for i in refused)
-    assert len(refused) <= 7
+    refused = [r for r in MEASURED[tier] if not r.memory.fits]
+    # Within the reserve of 5 %: they ran at 80.3 GB on cards of 80 GiB.
+    assert all(r.row["measured"]["bytes"] > 0.85 * (r.memory.capacity_bytes or 0) for r in refused)
+    # One of them under ZeRO-3 on a single card, 82 GB of 85.9, where buckets and live parameters of DeepSpeed decide.
+    assert len(refused) <= 6
 
 
 @pytest.mark.parametrize(
@@ -75,29 +143,81 @@ def test_checkpoint_bands_of_qwen3_4b() -> None:
         for row in ("trl-long-qwen4b-96k-noff", "trl-long-qwen4b-96k-off")
     ]
     assert saved[0] - saved[1] == 32 * band
-    assert BY_ID["trl-long-qwen4b-96k-off"].memory.host_pinned_bytes == 36 * band
+    # torch pins each in a block of a power of two.
+    assert BY_ID["trl-long-qwen4b-96k-off"].memory.host.pinned_bytes == 36 * 2**29
 
 
-LIMITS = {
-    "trl-long-qwen4b-limit-nll": -0.13,
-    "trl-long-qwen4b-limit-chunked": -0.13,
-    "trl-long-qwen4b-limit-chunked-off": -0.12,
-    "trl-115-DPO-limit-1.15.0": 0.15,
-    "trl-115-SFT-nll-limit-1.14.2": 0.16,
-    "trl-115-SFT-nll-limit-1.15.0": -0.04,
-    "trl-115-SFT-chunked_nll-limit-1.15.0": -0.04,
-}
-"""Row -> how far the longest length may be off today."""
+COARSE = "trl-long-qwen4b-limit-chunked-off"
+"""Recorded on a grid whose next length is not said: "one card stops just above 256k"."""
 
 
-@pytest.mark.parametrize(("row", "bound"), LIMITS.items())
-def test_longest_lengths(row: str, bound: float) -> None:
-    recorded = BY_ID[row].row
-    error = longest_length(recorded) / recorded["measured"]["max_seq_len"] - 1
-    assert abs(error) <= abs(bound)
-    assert (error > 0) == (bound > 0)
+def limit_error(row_id: str, tier: Tier) -> float:
+    row = BY_ID[row_id].row
+    return float(longest_length(row, tier=tier) / row["measured"]["max_seq_len"] - 1)
+
+
+@EVERY_TIER
+def test_longest_lengths(tier: Tier) -> None:
+    """Within 10 % below and 5 % above what was recorded, on a grid of 1,024 tokens or a coarser one."""
+    limits = [row["id"] for row in rows("measured") if "max_seq_len" in row["measured"]]
+    assert len(limits) == 7
+    errors = {row_id: limit_error(row_id, tier) for row_id in limits}
+    assert {row_id for row_id, error in errors.items() if not -0.10 <= error <= 0.05} == {COARSE}
+    assert errors[COARSE] < 0.055
+
+
+@pytest.mark.parametrize("name", ["nll", "chunked", "chunked-off"])
+def test_a_later_step_would_not_reach_what_was_recorded(name: str) -> None:
+    """AdamW's states are 8 bytes for each of 4,022,468,096 parameters in bf16: 16 GB of what a first step has."""
+    row = BY_ID[f"trl-long-qwen4b-limit-{name}"].row
+    assert longest_length(row, first_step=False) < row["measured"]["max_seq_len"]
+
+
+def test_reserved_memory_of_runs_without_expandable_segments() -> None:
+    reserved = [r for r in MEASURED["best"] if r.row["measured"]["metric"] == "max_reserved"]
+    assert len(reserved) == 3
+    # The constant is the median of steps that were played on the allocator, not fitted to these.
+    assert max(abs(r.error or 0) for r in reserved) <= 0.02
+
+
+def test_plans_use_the_coefficients_that_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing cached and no trace, the launcher's source and the replay's answer alike."""
+    monkeypatch.setenv("TRLFIT_CACHE", str(tmp_path))
+    evidence: set[str] = set()
+    for row in rows("measured"):
+        model = measured_problem(row).judge.memory
+        architecture, options = model.job.architecture, model.activation_options(choice_of(row))
+        source = source_for(architecture, Stack(versions=row["job"]["stack"]), trace=False, notes=[])
+        assert source(architecture, options) == bundled_coefficients(architecture, options)
+        evidence.add(source(architecture, options).evidence)
+    assert evidence == {"traced", "formula"}
+
+
+Asked = dict[str, tuple[Architecture, dict[str, ActivationOptions]]]
+
+
+@pytest.fixture(scope="module")
+def asked() -> Asked:
+    return asked_sets(default_cases())
+
+
+def test_recorded_probes_are_of_what_the_cases_ask(asked: Asked) -> None:
+    """`python benchmarks/accuracy.py --probe` renews them."""
+    assert {shape: set(sets) for shape, (_, sets) in asked.items()} == {
+        shape: set(document.sets) for shape, document in probed_documents().items()
+    }
+
+
+@pytest.mark.stack
+def test_a_recorded_probe_is_what_a_trace_says_today(asked: Asked) -> None:
+    """The smallest of them; `python benchmarks/accuracy.py --probe` renews all."""
+    shape, (architecture, sets) = min(asked.items(), key=lambda item: (len(item[1][1]), item[1][0].num_parameters))
+    recorded = probed_documents()[shape]
+    fresh = trace(architecture, sets.values())
+    assert isinstance(recorded, CoefficientDocument)
+    assert fresh.sets == recorded.sets
 
 
 def test_the_page_says_what_is_so() -> None:
-    """`python benchmarks/accuracy.py --markdown` renews it."""
+    """`make accuracy` renews it."""
     assert PAGE.read_text(encoding="utf-8") == page()

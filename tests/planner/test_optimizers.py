@@ -65,3 +65,13 @@ def test_what_alters_numerics_or_needs_a_package() -> None:
     assert find_optimizer("adamw_bnb_8bit").numerics
     assert find_optimizer("adamw_torch_8bit").needs == "torchao"
     assert all(o.device == "cuda" for o in OPTIMIZERS.values() if o.needs == "bitsandbytes")
+
+
+def test_what_a_step_moves() -> None:
+    """Fused reads four tensors and writes three; foreach makes eight passes for the same update, 21 tensors."""
+    widths = {"weights": 4.0, "gradients": 4.0, "master": 0.0, "moment1": 4.0, "moment2": 4.0}
+    assert find_optimizer("adamw_torch_fused").moved_bytes(**widths) == 7 * 4
+    assert find_optimizer("adamw_torch").moved_bytes(**widths) == 21 * 4
+    # DeepSpeed updates an fp32 master from a bf16 gradient and writes the bf16 weight.
+    mixed = {**widths, "weights": 2.0, "gradients": 2.0, "master": 4.0}
+    assert find_optimizer("adamw_torch_fused").moved_bytes(**mixed) == 2 * 2 + 2 + 2 * (4 + 4 + 4)

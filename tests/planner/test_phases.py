@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from planner.activations import ActivationsAt, LayerAt, ModeAt, activations_at
 from planner.blocks import Block, Blocks
 from planner.choice import Choice
 from planner.coefficients import Affine, Coefficients, LayerBytes, ModeBytes
@@ -15,21 +16,17 @@ from planner.depth import OFFLOAD_BANDS, Depth, depth_of, recomputed_layers
 from planner.loss_memory import LossBytes
 from planner.phases import (
     PARTS,
-    ActivationsAt,
-    LayerAt,
     LayerWalk,
     LayerWalker,
-    ModeAt,
     Moment,
     States,
-    activations_at,
     held_bytes,
     loss_moment,
     phases,
     resident_states,
     step_moment,
 )
-from planner.sharding_memory import ShardingBytes
+from planner.sharding_memory import NOTHING_BESIDE, Beside, ShardingBytes
 from planner.states import role_table
 
 RECOMPUTES = ("none", "full", "selective", "every_2", "every_3", "every_4")
@@ -73,9 +70,34 @@ def random_step(seed: int) -> tuple[tuple[int, ...], str, bool, ActivationsAt, S
         root_forward=r.randrange(200),
         root_backward=r.randrange(200),
         rest_buckets=r.randrange(200),
+        backward_buckets=r.randrange(200),
+        last_gradients=r.randrange(200),
+        last_reduce=r.randrange(4000),
     )
-    at = ActivationsAt(tuple(random_layer(r) for _ in range(kinds)), r.randrange(100), r.randrange(100))
+    if r.random() < 0.5:
+        shard = replace(shard, beside=random_beside(r, order), last_gather=r.randrange(400))
+    kept_outside = r.randrange(100) if r.random() < 0.5 else None
+    at = ActivationsAt(tuple(random_layer(r) for _ in range(kinds)), r.randrange(100), r.randrange(100), kept_outside)
     return order, r.choice(RECOMPUTES), r.random() < 0.4, at, states, shard
+
+
+def random_beside(r: random.Random, order: tuple[int, ...]) -> tuple[Beside, ...]:
+    """As FSDP2 makes it: by the layer's kind and its neighbours', what was reduced before adding up."""
+    whole, trained = ([r.randrange(400) for _ in range(max(order) + 1)] for _ in range(2))
+    outside, kept = r.randrange(2000), r.choice((0, 3))
+    found: list[Beside] = []
+    for index in range(len(order)):
+        below, above = order[index - 1], order[(index + 1) % len(order)]
+        reduced = trained[above] if index + 1 < len(order) else outside
+        found.append(
+            Beside(
+                forward_gather=whole[order[index]],
+                forward_copy=whole[below] if index else outside,
+                backward_gather=whole[below] if index else outside,
+                reduced=reduced + kept * (len(order) - index),
+            )
+        )
+    return tuple(found)
 
 
 def every_layer(
@@ -103,9 +125,15 @@ def every_layer(
     persisting = states.all_gradients if accumulates else 0.0
     forward = backward = 0.0
     saved, casts = float(at.model_saved), 0.0
+    if at.model_saved_none is not None and not any(again):
+        saved = float(at.model_saved_none)
     for index, kind in enumerate(order):
         casts += states.cast_bytes[kind]
-        live = saved + modes[index].forward + shard.layer_gather[kind] + shard.ring[kind] * rows + casts
+        beside = shard.beside[index] if shard.beside else NOTHING_BESIDE
+        running = modes[index].forward + shard.ring[kind] * rows
+        if beside.forward_copy:
+            running = max(running, at.kinds[kind].full.kept + beside.forward_copy)
+        live = saved + running + shard.layer_gather[kind] + beside.forward_gather + casts
         forward = max(forward, persisting + live + shard.root_forward + shard.rest_buckets)
         saved += kept[index]
     all_saved = saved
@@ -115,15 +143,18 @@ def every_layer(
         kind = order[index]
         moment = max(modes[index].backward, modes[index].attention_backward + shard.ring[kind] * rows)
         live = saved + gradients + moment + casts + shard.layer_gather[kind] + shard.layer_reduce[kind]
-        backward = max(backward, persisting + live + shard.root_backward + shard.rest_buckets)
+        live += shard.beside[index].backward_gather + shard.beside[index].reduced if shard.beside else 0
+        buckets = shard.rest_buckets + shard.backward_buckets
+        backward = max(backward, persisting + live + shard.root_backward + buckets)
         saved -= kept[index]
         if not accumulates:
             gradients += states.layer_gradients[kind]
         if not again[index]:
             casts -= states.cast_bytes[kind]
-    if not accumulates:
-        last = gradients + states.embedding_gradients * (2 if tied else 1)
-        backward = max(backward, last + shard.root_backward + shard.rest_buckets)
+    last = persisting if accumulates else gradients + states.embedding_gradients * (2 if tied else 1)
+    reduced = shard.rest_buckets + shard.backward_buckets + shard.last_reduce
+    whole = shard.root_backward if shard.last_gather is None else shard.last_gather
+    backward = max(backward, last + shard.last_gradients + whole + reduced)
     return forward, backward, all_saved + at.final_norm
 
 
@@ -132,7 +163,8 @@ def test_a_handful_of_layers_stands_for_all(block: int) -> None:
     for seed in range(block, 1600, 8):
         order, recompute, offloads, at, states, shard = random_step(seed)
         rows, tied, accumulates = 1 + seed % 3, seed % 2 == 0, seed % 5 == 0
-        walker = LayerWalker(depth_of(order, recompute, offloads), states, shard, tied=tied, accumulates=accumulates)
+        depth = depth_of(order, recompute, offloads, neighbours=bool(shard.beside))
+        walker = LayerWalker(depth, states, shard, tied=tied, accumulates=accumulates)
         walk = walker.at(at, rows)
         expected = every_layer(
             order, recompute, offloads, at, states, shard, rows=rows, tied=tied, accumulates=accumulates
@@ -149,6 +181,10 @@ def test_few_stations_whatever_the_depth() -> None:
     # Gemma's five sliding and one full, every fourth recomputed: a period of twelve at each end.
     gemma = depth_of((0, 0, 0, 0, 0, 1) * 10, "every_4", False)
     assert len(gemma.backward) == 24
+    # Where neighbours count, the first and the last layer stand for themselves.
+    for place, layers in (("backward", [79, 78, 1, 0]), ("forward", [0, 79])):
+        stations = getattr(depth_of((0,) * 80, "full", False, neighbours=True), place)
+        assert [station.place for station in stations] == layers
     assert sum(gemma.totals) == 60
 
 
@@ -251,6 +287,34 @@ def test_loss_takes_the_higher_of_its_two_moments() -> None:
     assert loss_moment(walker, layers, LossBytes(50, 69, "", ""), NOTHING, 0.0)[3:] == (69, 0, 0, 0)
 
 
+def test_fsdp2_gathers_ahead_where_full_logits_meet_the_head() -> None:
+    """Softmax with the head alone; the head's backward with the last layer; then the head's gradient is reduced."""
+    shard = replace(
+        NOTHING,
+        beside=(NOTHING_BESIDE,) * 3,
+        root_loss=30,
+        loss_backward=20,
+        loss_copy=4,
+        loss_ahead=5,
+        tail_gather=6,
+        tail_reduce=70,
+    )
+    walker, found = LayerWalker(THREE, states(), shard, tied=False, accumulates=False), walk(THREE, states(), shard)
+
+    def moment(forward: int, backward: int, at_head: int) -> tuple[float, float, float]:
+        found_moment = loss_moment(walker, found, LossBytes(forward, backward, "", "", at_head), shard, 0.0)
+        return found_moment.loss, found_moment.gather, found_moment.buckets
+
+    assert moment(0, 100, 90) == (100, 20, 0)
+    assert moment(0, 100, 98) == (98, 25, 0)
+    # A loss inside the model comes after the gather.
+    assert moment(0, 100, 0) == (100, 25, 0)
+    assert moment(90, 90, 1) == (90, 30, 0)
+    assert moment(10, 40, 1) == (0, 6, 70)
+    small = replace(shard, tail_reduce=10)
+    assert loss_moment(walker, found, LossBytes(3, 3, "", ""), small, 0.0).gather == 34
+
+
 def test_the_ring_comes_on_top_of_attention_alone() -> None:
     # 50 of attention and 140 of ring are below the MLP's 200; 160 are not.
     small, large = (
@@ -287,6 +351,7 @@ BLOCKS = Blocks(
     head=Block(),
     other=Block(),
     cast_weights=(8,),
+    cast_adapters=(0,),
     total=Block(trained=132),
 )
 
@@ -321,6 +386,23 @@ def test_casts_are_of_fp32_weights_under_autocast(changes: dict[str, Any], casts
     assert resident(replace(CHOICE, **changes)).cast_bytes == (casts,)
 
 
+@pytest.mark.parametrize(
+    ("changes", "casts"),
+    [
+        # Five of nine adapter weights in 2 bytes, those of experts not; under fp32 weights beside eight of the base.
+        ({"method": "lora", "weights": "bf16"}, 10),
+        ({"method": "lora", "weights": "fp32"}, 26),
+        ({"method": "lora", "weights": "bf16", "mixed_precision": "no"}, 0),
+        ({"method": "qlora", "weights": "bf16"}, 0),
+    ],
+)
+def test_casts_of_adapters_that_are_held_in_fp32(changes: dict[str, Any], casts: float) -> None:
+    choice = replace(CHOICE, **changes)
+    blocks = replace(BLOCKS, kinds=(Block(frozen=10, adapter=9),), cast_adapters=(5,))
+    roles = role_table(choice, "nf4")
+    assert resident_states(choice, blocks, roles, held_bytes(blocks.total, roles), tied=True).cast_bytes == (casts,)
+
+
 def test_offload_empties_the_card() -> None:
     optimizer = resident(replace(CHOICE, offload=frozenset({"optimizer"})))
     assert optimizer.rest == {"weights": 528, "master": 0, "moment1": 0, "moment2": 0}
@@ -338,9 +420,9 @@ def test_foreach_copies_every_local_parameter() -> None:
 def test_held_bytes_of_every_fate() -> None:
     choice = replace(CHOICE, method="qlora", weights="bf16", sharding="fsdp", dp_shard=4)
     held = held_bytes(Block(frozen=80, quantised=1600, adapter=40), role_table(choice, "nf4"))
-    # 2 bytes of frozen, 0.5625 of quantised, 4 of adapters that FSDP2 upcasts; over four ranks.
-    assert held.weights == (80 * 2 + 1600 * 0.5625 + 40 * 4) / 4
-    assert (held.gradients, held.master, held.moment1, held.moment2) == (40, 0, 40, 40)
+    # 2 bytes of frozen, 0.5 of codes, 2 of adapters over four ranks; every rank has all the scales.
+    assert held.weights == (80 * 2 + 1600 * 0.5 + 40 * 2) / 4 + 1600 * 0.0625
+    assert (held.gradients, held.master, held.moment1, held.moment2) == (20, 0, 20, 20)
 
 
 def test_coefficients_at_a_token_count() -> None:
@@ -362,4 +444,4 @@ def test_coefficients_at_a_token_count() -> None:
         sequence=4,
     )
     assert found.kinds[0].full == ModeAt(20, 41, 80, 20)
-    assert (found.model_saved, found.final_norm) == (50, 60)
+    assert (found.model_saved, found.final_norm, found.model_saved_none) == (50, 60, None)

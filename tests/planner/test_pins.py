@@ -27,6 +27,8 @@ from planner.pins import PARSERS, PinError, parse_pins
         ("optimizer", "adamw_8bit", "adamw_bnb_8bit"),
         ("optimizer", " sgd ", "sgd"),
         ("precision", "bf16", "bf16"),
+        ("precision", " fp8-ao-rowwise ", "fp8-ao-rowwise"),
+        ("precision", "mxfp4-sr:emulated", "mxfp4-sr:emulated"),
         ("micro_batch", 1_000_000, 1_000_000),
     ],
 )
@@ -48,7 +50,9 @@ def test_values(knob: str, given: Any, value: Any) -> None:
         ("gpus", 1_000_001, "gpus=1000001 is not a size"),
         ("offload", "activations,disk", "offload=disk is not a value of this knob; use a subset of activations"),
         ("optimizer", "adamax", "optimizer: optimizer 'adamax' is not known; known: adafactor"),
-        ("precision", "fp8", "precision=fp8 is not a route that can be launched yet; known: bf16"),
+        ("precision", "fp8", "precision=fp8: no precision route 'fp8'; known: bf16, fp8-te-delayed"),
+        ("precision", "", "precision=: no precision route ''; known: bf16"),
+        ("precision", "bf16:emulated", "bf16 needs no emulation: pin precision=bf16"),
         ("recompute", "x" * 99, "recompute=" + "x" * 37 + "... is not a value"),
     ],
 )

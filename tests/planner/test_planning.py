@@ -55,7 +55,10 @@ def test_numbers_that_belong_together() -> None:
     memory, time = best["memory"], best["time"]
     assert memory["low_bytes"] <= memory["allocated_bytes"] <= memory["high_bytes"]
     assert memory["allocated_bytes"] <= memory["reserved_bytes"] <= memory["device_bytes"]
-    assert memory["headroom_bytes"] == int(memory["capacity_bytes"] * 0.95) - memory["device_bytes"]
+    # Of an H100's 79.65 GiB CUDA offers 79.11; the driver keeps the rest.
+    (driver,) = {card["reserved_bytes"] for card in FITS.document["machine"]["cards"]}
+    assert driver / 2**30 == pytest.approx(0.54, abs=0.01)
+    assert memory["headroom_bytes"] == int(memory["capacity_bytes"] * 0.95) - driver - memory["device_bytes"]
     peak = next(phase for phase in memory["phases"] if phase["name"] == memory["peak_phase"])
     assert peak["bytes"] == max(phase["bytes"] for phase in memory["phases"])
     for phase in memory["phases"]:
@@ -182,9 +185,18 @@ def test_targets_that_the_model_does_not_have() -> None:
         plan(method="lora", lora={"target_modules": ["c_attn"]})
 
 
+def test_tensor_parallelism_is_refused_in_one_line_that_says_why() -> None:
+    with pytest.raises(RefusedJob) as refused:
+        plan(pins={"tp": 2})
+    assert str(refused.value) == (
+        "no run is possible: tp 2 is not offered: such a run cannot resume from a checkpoint and is not counted here; "
+        "fsdp and zero3 divide the same states"
+    )
+
+
 def test_a_named_machines_host_is_warned_about() -> None:
     pins = {"offload": ["activations"], "recompute": "full"}
-    (warning,) = [w for w in plan(pins=pins).document["best"]["warnings"] if "host memory" in w]
+    (warning,) = [w for w in plan(pins=pins).document["best"]["warnings"] if "named machine" in w]
     assert "the host of a named machine is not known" in warning
     machine = named_machine("8xH100-80GB")
     machine.host = Host(total_bytes=2**40, available_bytes=2**40, cores=64)
@@ -231,7 +243,13 @@ def test_what_trainers_hold(changes: dict[str, Any], rows: int, reference: bool,
     ("stack", "model", "loss_paths", "attentions", "eight_bit"),
     [
         ({"trl": "1.16.0"}, "Qwen/Qwen3-8B", ("fused",), ("sdpa",), ()),
-        ({"trl": "1.12.0", "liger-kernel": "0.8.0"}, "Qwen/Qwen3-8B", ("chunked_fp32", "liger"), ("sdpa",), ()),
+        (
+            {"trl": "1.12.0", "liger-kernel": "0.8.0"},
+            "Qwen/Qwen3-8B",
+            ("chunked_fp32", "full_logits", "liger"),
+            ("sdpa",),
+            (),
+        ),
         ({"trl": "1.0.0", "torchao": "0.18.0"}, "Qwen/Qwen3-8B", ("full_logits",), ("sdpa",), ("adamw_torch_8bit",)),
         (
             {"trl": "1.16.0", "flash-attn": "2.8.3", "bitsandbytes": "0.50.0"},

@@ -9,8 +9,8 @@ import pytest
 
 from planner.architecture import Architecture, LayerKind
 from planner.job import Job
-from planner.rules import build_context
-from planner.rules.context import RuleContext
+from planner.rules import with_rules
+from planner.rules.context import RuleContext, read_context
 from planner.rules.model import read_model
 from planner.rules.overrides import read_overrides
 from planner.stack import Stack
@@ -33,7 +33,7 @@ MODEL = Architecture(
 
 
 def context(stack: Stack | None = None, *, capability: str | None = "9.0", gpus: int = 8, **job: Any) -> RuleContext:
-    return build_context(
+    facts = read_context(
         Job.model_validate({"model": "m", **job}),
         MODEL,
         stack or Stack(),
@@ -41,6 +41,7 @@ def context(stack: Stack | None = None, *, capability: str | None = "9.0", gpus:
         gpus_per_node=gpus,
         compute_capability=capability,
     )
+    return with_rules(facts)
 
 
 def test_packages_left_out_count_as_the_newest_known() -> None:

@@ -13,7 +13,7 @@ from planner.choice import Choice
 from planner.machine import Card, Host, Machine
 from planner.problem import Problem, make_problem
 from planner.rules import all_refusals, first_refusal
-from planner.search import NEAR_MISSES, Candidate, SearchResult, distinct, rank, search
+from planner.search import NEAR_MISSES, Candidate, SearchResult, any_fits, distinct, rank, search
 from planner.space import frames
 from profiles.cards import CardProfile, find_card
 from tests.planner.replay import inputs_of, named_machine
@@ -276,7 +276,7 @@ def test_a_batch_that_does_not_divide_says_so() -> None:
     assert not result.fitting
     count, refusal, choice = result.rejected["batch-product"]
     assert count > 0
-    assert "not global_batch 3" in refusal.reason
+    assert refusal.reason.endswith("is 2, not global_batch 3; closest: 2 or 4")
     assert choice.data_parallel == 2
 
 
@@ -438,3 +438,9 @@ def test_offload_is_checked_against_the_hosts_memory() -> None:
         if not fits[gib]:
             assert any(not c.verdict.host_fits for c in result.near_misses)
     assert fits == {70: False, 74: True}
+
+
+@pytest.mark.parametrize("seed", SEEDS[::3])
+def test_whether_anything_fits_is_what_the_search_says(seed: int) -> None:
+    p = random_problem(seed)
+    assert any_fits(p.judge, p.options) == bool(random_result(seed).fitting)

@@ -73,15 +73,22 @@ def choices(machine: Hardware, **changes: Any) -> list[Choice]:
     ],
 )
 def test_numbers_of_gpus(gpus: int, nodes: int, counts: list[int]) -> None:
-    assert gpu_counts(hardware(gpus, nodes), {}) == counts
+    assert gpu_counts(hardware(gpus, nodes), {}, 1) == counts
+
+
+@pytest.mark.parametrize(
+    ("batch", "counts"), [(12, [1, 2, 3, 4, 6, 8]), (7, [1, 2, 4, 7, 8]), (9, [1, 2, 3, 4, 8]), (64, [1, 2, 4, 8])]
+)
+def test_numbers_of_gpus_that_share_a_batch(batch: int, counts: list[int]) -> None:
+    assert gpu_counts(hardware(8, 1), {}, batch) == counts
 
 
 def test_pinned_numbers_of_gpus() -> None:
-    assert gpu_counts(hardware(), {"gpus": 3}) == [3]
+    assert gpu_counts(hardware(), {"gpus": 3}, 8) == [3]
     sizes = {"cp": 2, "sp": 1, "tp": 1, "dp_shard": 2, "dp_replicate": 1}
-    assert gpu_counts(hardware(), sizes) == [4]
+    assert gpu_counts(hardware(), sizes, 8) == [4]
     del sizes["tp"]
-    assert gpu_counts(hardware(), sizes) == [1, 2, 4, 8]
+    assert gpu_counts(hardware(), sizes, 8) == [1, 2, 4, 8]
 
 
 def numerics(machine: Hardware | None = None, **changes: Any) -> list[tuple[str, str, str, str]]:
@@ -273,6 +280,9 @@ def test_all_pinned_leaves_one() -> None:
         # Both pinned is the user's word; whether they make the batch is for a rule to say.
         (16, 2, {"pins": {"micro_batch": 3, "grad_accum": 5}}, [(3, 5)]),
         (6, 1, {"min_micro_batch": 2}, [(2, 3), (3, 2), (6, 1)]),
+        # A prime, and twice a prime, near the largest batch.
+        (999_983, 1, {}, [(1, 999_983)]),
+        (999_958, 1, {}, [(1, 999_958), (2, 499_979)]),
     ],
 )
 def test_micro_batches(batch: int, ranks: int, changes: dict[str, Any], expected: list[tuple[int, int]]) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from planner.choice import Choice
-from planner.work import Work, recomputed_share, token_work
-from tests.planner.replay import bundled, rows
+from planner.traced_work import token_work
+from planner.work import Work, recomputed_share
+from tests.planner.replay import bundled, probed_documents, rows
 
 COUNTS = rows("counts")
 CHOICE = Choice(method="full", loss_path="fused", recompute="full", sharding="fsdp", dp_shard=2, weights="bf16")
@@ -21,7 +22,7 @@ def counted(row: dict[str, Any]) -> Work:
     if row["autocast"]:
         choice = replace(choice, sharding="none", dp_shard=1, weights="fp32")
     targets: str | list[str] = row["lora_targets"] or "all-linear"
-    return token_work(
+    work, evidence = token_work(
         bundled(row["model"]),
         choice,
         sequence=row["seq_len"],
@@ -30,6 +31,8 @@ def counted(row: dict[str, Any]) -> Work:
         masked=False,
         fp32_residual=row["autocast"],
     )
+    assert evidence == "formula"
+    return work
 
 
 @pytest.mark.parametrize("row", COUNTS, ids=lambda row: row["id"])
@@ -52,7 +55,7 @@ def test_attention_flops(row: dict[str, Any]) -> None:
 def test_bytes_and_launches(row: dict[str, Any]) -> None:
     work = counted(row)
     assert work.elementwise_bytes * row["tokens"] == pytest.approx(row["elementwise_bytes"], rel=0.02)
-    assert work.launches == pytest.approx(row["launches"], rel=0.02)
+    assert work.launches_per_batch == pytest.approx(row["launches"], rel=0.02)
 
 
 def of(model: str, choice: Choice, **changes: Any) -> Work:
@@ -63,7 +66,7 @@ def of(model: str, choice: Choice, **changes: Any) -> Work:
         "masked": False,
         "fp32_residual": False,
     }
-    return token_work(bundled(model), choice, **{**values, **changes})
+    return token_work(bundled(model), choice, **{**values, **changes})[0]
 
 
 def test_forward_and_backward_of_qwen3_8b_by_hand() -> None:
@@ -103,13 +106,17 @@ def test_masks_and_windows() -> None:
     causal = of("Qwen/Qwen3-8B", CHOICE)
     masked = of("Qwen/Qwen3-8B", CHOICE, masked=True)
     assert (masked.attention_flops, masked.masked_attention_flops) == (0, 2 * causal.attention_flops)
+    # Operators multiply the whole square in plain products, eight of them, and move every score many times.
     eager = of("Qwen/Qwen3-8B", replace(CHOICE, attention="eager"))
-    assert eager.masked_attention_flops == masked.masked_attention_flops
-    # Flash attention sees the window of 512 tokens in 15 of gemma-3-270m's 18 layers, 3 are causal.
+    assert eager.attention_flops == eager.masked_attention_flops == 0
+    assert eager.matmul_flops - causal.matmul_flops == 36 * 8 * 2 * 4096 * 4096
+    assert eager.elementwise_bytes - causal.elementwise_bytes == 36 * (2 * 28 + 30) * 32 * 4096
+    # Flash attention sees the window of 512 tokens in 15 of gemma-3-270m's 18 layers, 3 are causal. The first 512
+    # tokens see fewer.
     flash = of("google/gemma-3-270m", replace(CHOICE, attention="flash_attention_2"))
     width = 4 * 256
     assert flash.masked_attention_flops == 0
-    assert flash.attention_flops == 9 * width * (15 * 2 * 512 + 3 * 4096)
+    assert flash.attention_flops == pytest.approx(9 * width * (15 * (2 * 4096 - 512) * 512 / 4096 + 3 * 4096))
 
 
 def test_linear_attention_does_not_grow_with_the_sequence() -> None:
@@ -117,6 +124,24 @@ def test_linear_attention_does_not_grow_with_the_sequence() -> None:
     full = next(k for k in bundled("Qwen/Qwen3-Next-80B-A3B-Instruct").kinds if k.attention == "full")
     layers = 48 // 4
     assert long.attention_flops - short.attention_flops == pytest.approx(9 * 4096 * full.heads * full.head_dim * layers)
+
+
+def test_dropout_before_adapters() -> None:
+    """Llama-3-8B, adapters on attention in fp32: their 16,384 inputs of a layer, and the trace of the whole layer."""
+    lora = replace(CHOICE, method="lora", sharding="none", dp_shard=1)
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    with_dropout, without = (
+        of("meta-llama/Meta-Llama-3-8B", lora, lora_targets=targets, lora_dropout=x) for x in (True, False)
+    )
+    assert with_dropout.elementwise_bytes - without.elementwise_bytes == pytest.approx(32 * 8.5 * 4 * 16_384)
+    traced = rows_of_probe("meta-llama/Meta-Llama-3-8B", "bf16/lora-fp32:q_proj,k_proj,v_proj,o_proj/dropout/sdpa")
+    assert with_dropout.elementwise_bytes / 32 == pytest.approx(traced, rel=0.03)
+
+
+def rows_of_probe(model: str, key: str) -> float:
+    """Bytes per token of a recorded probe's layer, with recompute."""
+    document = next(d for d in probed_documents().values() if d.model == model)
+    return float(document.sets[key]["layers"][0]["full"]["work"]["elementwise_bytes"][0])
 
 
 def test_routed_experts_and_their_router() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from planner.config_family import Family, Mixture
+from planner.config.family import Family, Mixture
 
 
 def _sizes(vocab: int, width: int, heads: int, kv: int | None, positions: int, **more: object) -> dict[str, object]:

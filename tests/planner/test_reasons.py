@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from planner.advice.reasons import largest_part, peak_sentence, shortage, why
 from planner.choice import Choice
-from planner.explain import largest_part, peak_sentence, shortage, why
+from planner.host_memory import HostMemory
 from planner.machine import Host
 from planner.memory import MemoryEstimate
 from planner.phases import Phase
@@ -53,8 +54,8 @@ def test_the_largest_part_by_its_name() -> None:
             "fits by 1.0 GiB, but the upper end of the interval does not in backward; largest there: saved activations",
         ),
         (
-            {"host_fits": False, "host_pinned_bytes": 90 * GIB, "host_pageable_bytes": 10 * GIB},
-            "needs 100.0 GiB of host memory, more than is available",
+            {"host_fits": False, "host": HostMemory((), 100 * GIB)},
+            "needs 100.0 GiB of host memory per node, more than is available",
         ),
     ],
 )
@@ -146,4 +147,39 @@ def test_host_memory_that_is_short_is_the_reason() -> None:
     values = {"model": "Qwen/Qwen3-8B", "machine": "8xH100-80GB", "seq_len": 4096, "global_batch": 8}
     judge = problem_of(values, machine=machine).judge
     found = judge.memory.estimate(replace(SHARDED, offload=frozenset({"activations"})))
-    assert shortage(found) == "needs 9.0 GiB of host memory, more than is available"
+    # 8 ranks load 8,190,735,360 parameters in fp32, and are processes of 400 MiB each.
+    assert shortage(found) == "needs 247.2 GiB of host memory per node, more than is available"
+
+
+def test_another_loss_path_than_the_releases_own_says_why() -> None:
+    """TRL 1.12's chunks copy lm_head to fp32 for every 256 tokens; whole logits do without."""
+    job = {"model": "Qwen/Qwen3-0.6B", "machine": "1xH100-80GB", "seq_len": 4096, "global_batch": 1}
+    judge = problem_of(job, stack={"trl": "1.12.0"}).judge
+    found = why(judge, judge.judge(replace(CHOICE, loss_path="full_logits"), "nothing"))
+    (line,) = [line for line in found if "loss path" in line]
+    assert re.fullmatch(
+        r"without loss path full_logits \(with TRL's default chunked_fp32\): fits, but \d+% slower", line
+    )
+
+
+def test_cards_that_a_batch_leaves_alone_are_explained() -> None:
+    job = {"model": "Qwen/Qwen3-0.6B", "machine": "8xH100-80GB", "seq_len": 1024}
+    for batch, used in ((12, 6), (9, 3)):
+        judge = problem_of({**job, "global_batch": batch}, stack={"trl": "1.16.0"}).judge
+        choice = replace(CHOICE, sharding="ddp", dp_replicate=used, grad_accum=batch // used)
+        assert why(judge, judge.judge(choice, "nothing"))[1] == (
+            f"uses {used} of 8 GPUs: a global batch of {batch} does not divide over 8; 8 or 16 would"
+        )
+    whole = problem_of({**job, "global_batch": 16}, stack={"trl": "1.16.0"}).judge
+    half = replace(CHOICE, sharding="ddp", dp_replicate=4, grad_accum=4)
+    assert not any("does not divide" in line for line in why(whole, whole.judge(half, "nothing")))
+
+
+def test_small_sizes_are_said_in_mib_and_a_cpu_has_no_card() -> None:
+    little = memory(device_bytes=76 * GIB + 40 * 2**20, headroom_bytes=-40 * 2**20)
+    assert shortage(little).startswith("40.0 MiB into the reserve")
+    found = memory(device_bytes=83 * GIB, headroom_bytes=-7 * GIB)
+    assert shortage(found, device="cpu").startswith("3.0 GiB over what is free of the host in backward")
+    assert shortage(found, 5 * GIB).startswith("8.0 GiB over what is free of the card in backward")
+    # Less than 3 % is the driver's own.
+    assert shortage(found, GIB).startswith("4.0 GiB over the card in backward")

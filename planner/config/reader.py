@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from planner.architecture import Architecture
-from planner.config_families import FAMILIES, LLAMA
-from planner.config_family import Family
-from planner.config_fields import MAX_POSITIONS, Fields, UnreadableConfig, shown
-from planner.config_layers import read_layers, read_shape
-from planner.config_refusals import refuse_other_layouts, refuse_what_is_no_decoder
-from planner.config_rope import read_rope
-from planner.config_vision import Tower, TowerReader, pixtral, qwen3_5, qwen3_vl, siglip
+from planner.config.families import FAMILIES, LLAMA
+from planner.config.family import Family
+from planner.config.fields import MAX_POSITIONS, Fields, UnreadableConfig, shown
+from planner.config.layers import read_layers, read_shape
+from planner.config.refusals import refuse_other_layouts, refuse_what_is_no_decoder
+from planner.config.rope import read_rope
+from planner.config.vision import Tower, TowerReader, pixtral, qwen3_5, qwen3_vl, siglip
 
 __all__ = ["UnreadableConfig", "read_architecture"]
 
@@ -208,7 +208,6 @@ def _architecture(
         is_composite=text is not root and text.where == "text_config",
         class_name=family.class_name,
         stored_dtype=_stored_dtype(root, text),
-        stored_quantization=quantization,
         remote_code=remote,
         notes=tuple(notes),
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.config_family import Family
-from planner.config_fields import Fields
+from planner.config.family import Family
+from planner.config.fields import Fields
 
 LAYER_TYPES: frozenset[str] = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}

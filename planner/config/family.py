@@ -21,7 +21,7 @@ Pattern = Literal[
     "nope",
     "hybrid",
 ]
-"""How a config without ``layer_types`` orders its layers; see ``planner.config_layers``."""
+"""How a config without ``layer_types`` orders its layers; see ``planner.config.layers``."""
 Rule = bool | str
 """A constant, or the config key that decides."""
 

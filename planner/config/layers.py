@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.architecture import AttentionKind, FusedExperts, LayerKind, Linear
-from planner.config_family import Family, Mixture, Rule
-from planner.config_fields import MAX_LAYERS, Fields, shown
+from planner.config.family import Family, Mixture, Rule
+from planner.config.fields import MAX_LAYERS, Fields, shown
 
 _KINDS: dict[str, AttentionKind] = {
     "full_attention": "full",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.config_fields import Fields, shown
+from planner.config.fields import Fields, shown
 
 
 def _words(text: str) -> frozenset[str]:

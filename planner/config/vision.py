@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from planner.architecture import Linear
-from planner.config_fields import MAX_LAYERS, Fields
+from planner.config.fields import MAX_LAYERS, Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
