@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from launcher.diagnostics import forget, report_error
 from launcher.errors import ExitCode, TrlfitError
-from launcher.flags import DESCRIPTION, EPILOG, Parser, add_job_flags, count, tokens
+from launcher.flags import DESCRIPTION, EPILOG, Parser, add_job_flags, count, pair, pairs, seconds, tokens, word_list
 from launcher.output import print_text
 
 
@@ -25,10 +25,31 @@ def _role_pairs(text: str) -> list[tuple[str, str]]:
     return [(role.strip(), value.strip()) for role, _, value in pairs]
 
 
+NODE_CARDS = 128
+"""Of `launcher.machines`, which most commands do without."""
+
+
+def _counts(text: str) -> list[int]:
+    return [count(1, NODE_CARDS)(part) for part in text.split(",")]
+
+
 def _plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="hub id, local folder, or config.json")
     add_job_flags(parser)
     parser.add_argument("--top", type=count(1, 1000), default=8, metavar="N", help="candidates to show")
+    asks = parser.add_argument_group("questions (one of them)").add_mutually_exclusive_group()
+    about = "what binds, what one change of a knob would do, what makes the rest fit"
+    asks.add_argument("--explain", action="store_true", help=about)
+    about = "two candidates side by side, by rank (1 3) or by pins (recompute=full recompute=none)"
+    asks.add_argument("--compare", nargs=2, metavar=("A", "B"), help=about)
+    about = "whether the choice of an old plan still holds here; its job unless one is given"
+    asks.add_argument("--against", type=Path, metavar="PLAN", help=about)
+    about = "which machine would do it, by time and cost: all, or H100-80GB,A100-80GB,..."
+    asks.add_argument("--cards", type=word_list, metavar="CARDS", help=about)
+    about = "numbers of cards that --cards tries; 1,2,4,8 unless --machine names one"
+    parser.add_argument("--count", type=_counts, metavar="N,...", help=about)
+    about = "price of one card for one hour, which --cards ranks by; repeatable"
+    parser.add_argument("--price", type=pair, action="append", metavar="CARD=PRICE", help=about)
 
 
 def _ledger_flags(parser: argparse.ArgumentParser) -> None:
@@ -36,17 +57,43 @@ def _ledger_flags(parser: argparse.ArgumentParser) -> None:
     add_job_flags(parser)
     book = parser.add_argument_group("textbook count (--textbook)")
     book.add_argument("--textbook", action="store_true", help="five roles and 17 tensors per layer, for any sizes")
-    book.add_argument("--params", type=float, metavar="N")
-    book.add_argument("--hidden", type=tokens, metavar="N")
-    book.add_argument("--layers", type=tokens, metavar="N")
+    book.add_argument("--params", type=float, metavar="N", help="parameters: 70e9")
+    book.add_argument("--hidden", type=tokens, metavar="N", help="width of the hidden states")
+    book.add_argument("--layers", type=tokens, metavar="N", help="decoder layers")
     book.add_argument("--batch", type=tokens, metavar="N", help="sequences per device")
-    book.add_argument("--card-gib", type=float, metavar="GIB")
-    book.add_argument("--devices", type=tokens, metavar="N")
-    book.add_argument("--stage", type=int, choices=(0, 1, 2, 3))
-    book.add_argument("--recompute", action="store_true", default=None)
-    book.add_argument("--bytes", type=_role_pairs, metavar="ROLE=BYTES,...")
-    book.add_argument("--optimizer", choices=("adam", "momentum", "sgd"))
-    book.add_argument("--mixed-precision", action=argparse.BooleanOptionalAction, default=None)
+    book.add_argument("--card-gib", type=float, metavar="GIB", help="memory of a device, to say whether it fits")
+    book.add_argument("--devices", type=tokens, metavar="N", help="devices that the ZeRO stage divides by")
+    book.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage")
+    book.add_argument("--recompute", action="store_true", default=None, help="keep each layer's input alone")
+    book.add_argument("--bytes", type=_role_pairs, metavar="ROLE=BYTES,...", help="bytes per parameter of single roles")
+    book.add_argument("--optimizer", choices=("adam", "momentum", "sgd"), help="which moments it keeps")
+    about = "2-byte weights beside a master copy of 4"
+    book.add_argument("--mixed-precision", action=argparse.BooleanOptionalAction, default=None, help=about)
+
+
+def _probe_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="hub id, local folder, or config.json")
+    add_job_flags(parser)
+    asks = parser.add_argument_group("measure here instead of tracing (docs/probe.md)")
+    about = "what this machine reaches: products, memory, copies to the host, links; no MODEL needed"
+    asks.add_argument("--rates", action="store_true", help=about)
+    about = "a few steps of the job with real TRL and random weights, at depth 1 and 2 and two lengths"
+    asks.add_argument("--measure", action="store_true", help=about)
+    asks.add_argument("--whole", action="store_true", help="three steps of the plan itself, at its full depth")
+    asks.add_argument("--limit", type=count(5, 86_400), metavar="S", help="seconds after which a probe is ended")
+    route = parser.add_argument_group("try a precision route instead (docs/precision.md); no MODEL tries a small one")
+    route.add_argument("--route", metavar="R", help="errors of products, traffic outside them, a training against bf16")
+    about = "steps of each training (default 300)"
+    route.add_argument("--steps", type=count(1, 100_000), metavar="N", help=about)
+    about = "trainings of each kind (default 3), equal for both"
+    route.add_argument("--seeds", type=count(1, 100), metavar="N", help=about)
+    kept = parser.add_argument_group("what is kept").add_mutually_exclusive_group()
+    kept.add_argument("--show", action="store_true", help="list measurements")
+    about = "remove measurements, all or those whose file name holds a WORD"
+    kept.add_argument("--forget", nargs="*", metavar="WORD", help=about)
+    kept.add_argument("--export", type=Path, metavar="FILE", help="write all measurements into one file")
+    about = "take in what --export wrote on another box"
+    kept.add_argument("--import", dest="import_", type=Path, metavar="FILE", help=about)
 
 
 def _write_flags(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +114,15 @@ def _launch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--detach", action="store_true", help="start and return")
     about = "write and check, start nothing, print the command"
     parser.add_argument("--dry-run", action="store_true", help=about)
+    again = parser.add_argument_group("again").add_mutually_exclusive_group()
+    about = "go on from the last checkpoint of the run folder DIR"
+    again.add_argument("--resume", action="store_true", help=about)
+    about = "after DIR ran out of memory: write and launch the plan that fits with what was seen"
+    again.add_argument("--next", action="store_true", help=about)
+    about = "do that by itself, up to N times, from the last checkpoint where the next plan can load it"
+    parser.add_argument("--auto-retry", type=count(0, 20), default=0, metavar="N", help=about)
+    about = "silence of log and metrics that ends the run as hung: 600, 15m, 2h, never; by default it follows the steps"
+    parser.add_argument("--hang-after", type=seconds, metavar="TIME", help=about)
 
 
 def _run_flags(parser: argparse.ArgumentParser) -> None:
@@ -80,10 +136,19 @@ def _stop_flags(parser: argparse.ArgumentParser) -> None:
 
 def _runs_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", nargs="?", type=Path, metavar="DIR", help="only runs below this folder")
+    about = "how far predictions were off, by card and kind of run"
+    parser.add_argument("--errors", action="store_true", help=about)
 
 
 def _python_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", metavar="PATH", help="the Python that will train")
+
+
+def _routes_flags(parser: argparse.ArgumentParser) -> None:
+    _python_flags(parser)
+    parser.add_argument("--machine", default="local", metavar="SPEC", help="local | cpu | 8xH100-80GB | machine.json")
+    about = "versions to count with"
+    parser.add_argument("--stack", type=pairs, action="extend", metavar="torchao=0.18.0,...", help=about)
 
 
 def _schema_flags(parser: argparse.ArgumentParser) -> None:
@@ -107,21 +172,25 @@ class Command(NamedTuple):
 
 _PLAN = "plan a run: which settings fit and run fastest, and why"
 _LEDGER = "the bytes of one choice: roles, parts, phases, formula and source"
+_PROBE = "trace the model's layers on fake tensors, without weights or a GPU, or measure here; keep what was found"
 _DOCTOR = "what is missing for what, and the command that fixes it"
+_ROUTES = "precision routes: what a machine offers below 16 bits, and why not the others"
 COMMANDS = {
-    "plan": Command("commands_plan", "run_plan", _PLAN, _plan_flags),
-    "ledger": Command("commands_ledger", "run_ledger", _LEDGER, _ledger_flags),
-    "write": Command("commands_run", "run_write", "write the run folder, start nothing", _write_flags),
-    "launch": Command("commands_run", "run_launch", "write if needed, launch, follow", _launch_flags),
-    "watch": Command("commands_run", "run_watch", "reattach to a run", _run_flags, json=False),
-    "stop": Command("commands_run", "run_stop", "end a run and everything it started", _stop_flags, json=False),
-    "runs": Command("commands_run", "run_runs", "history: predicted against seen", _runs_flags),
-    "gpus": Command("commands_info", "run_gpus", "inventory of this machine", _no_flags),
-    "models": Command("commands_info", "run_models", "bundled models", _no_flags),
-    "cards": Command("commands_info", "run_cards", "bundled cards", _no_flags),
-    "stacks": Command("commands_info", "run_stacks", "what each TRL release really runs", _python_flags),
-    "doctor": Command("commands_info", "run_doctor", _DOCTOR, _python_flags),
-    "schema": Command("commands_info", "run_schema", "JSON Schema of a document", _schema_flags, json=False),
+    "plan": Command("commands.plan", "run_plan", _PLAN, _plan_flags),
+    "ledger": Command("commands.ledger", "run_ledger", _LEDGER, _ledger_flags),
+    "probe": Command("commands.probe", "run_probe", _PROBE, _probe_flags),
+    "write": Command("commands.run", "run_write", "write the run folder, start nothing", _write_flags),
+    "launch": Command("commands.run", "run_launch", "write if needed, launch, follow", _launch_flags),
+    "watch": Command("commands.run", "run_watch", "reattach to a run", _run_flags, json=False),
+    "stop": Command("commands.run", "run_stop", "end a run and everything it started", _stop_flags, json=False),
+    "runs": Command("commands.run", "run_runs", "history: predicted against seen", _runs_flags),
+    "gpus": Command("commands.info", "run_gpus", "inventory of this machine", _no_flags),
+    "models": Command("commands.info", "run_models", "bundled models", _no_flags),
+    "cards": Command("commands.info", "run_cards", "bundled cards", _no_flags),
+    "routes": Command("commands.route", "run_routes", _ROUTES, _routes_flags),
+    "stacks": Command("commands.info", "run_stacks", "what each TRL release really runs", _python_flags),
+    "doctor": Command("commands.info", "run_doctor", _DOCTOR, _python_flags),
+    "schema": Command("commands.info", "run_schema", "JSON Schema of a document", _schema_flags, json=False),
 }
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from launcher.child_script import run_child
 from launcher.errors import UsageError
-from launcher.run_spec import dataset_builder, dataset_source
+from launcher.run_text.run_spec import dataset_builder, dataset_source
 from planner.job import Job
 
 CHECK_TIMEOUT_S = 300.0
@@ -28,7 +28,10 @@ class DataReport:
     """The first sequence as the model will see it, cut after 2,000 characters."""
     num_sequences: int
     """Sequences in the sample: two for each preference, else one for each row."""
+    lengths: tuple[int, ...]
+    """Tokens of every sequence of the sample, shortest first."""
     tokens_p50: int
+    tokens_p95: int
     tokens_p99: int
     tokens_max: int
     over_seq_len: int
@@ -49,7 +52,7 @@ class DataReport:
 
     def to_json(self) -> dict[str, object]:
         """Plain JSON."""
-        return {**asdict(self), "columns": list(self.columns), "notes": list(self.notes)}
+        return {**asdict(self), "columns": list(self.columns), "lengths": list(self.lengths), "notes": list(self.notes)}
 
 
 def check_data(
@@ -94,5 +97,5 @@ def check_data(
         python=python,
         timeout_s=CHECK_TIMEOUT_S,
     )
-    columns = tuple(answer.pop("columns"))
-    return DataReport(columns=columns, **answer)
+    columns, lengths = tuple(answer.pop("columns")), tuple(answer.pop("lengths"))
+    return DataReport(columns=columns, lengths=lengths, **answer)

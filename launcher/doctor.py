@@ -27,7 +27,7 @@ class Check:
 
 REQUIRED = (
     ("torch", "2.6", "training"),
-    ("transformers", "5.16", "training with every recompute mode"),
+    ("transformers", "5.17", "training with every recompute mode and offload"),
     ("trl", "1.13", "training without fp32 copies of the head"),
     ("accelerate", "1.15", "launching, FSDP2 and context parallelism"),
     ("datasets", "4", "reading training data"),

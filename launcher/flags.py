@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
 from launcher.errors import UsageError
 from launcher.output import print_text
+from planner.units import parse_tokens
 
 DESCRIPTION = "Fit a Hugging Face TRL fine-tuning run to the GPUs you have."
 
@@ -41,13 +43,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def tokens(text: str) -> int:
-    """A token count: ``4096``, ``1_048_576``, ``128k`` (1,024s), ``1M``."""
-    plain = text.strip().replace(",", "").replace("_", "")
-    scale = {"k": 1024, "m": 1024**2}.get(plain[-1:].lower(), 1)
-    digits = plain[:-1] if scale > 1 else plain
-    if not digits.isascii() or not digits.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write 4096, 128k or 1M")
-    return int(digits) * scale
+    """``planner.units.parse_tokens`` for argparse."""
+    try:
+        return parse_tokens(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def count(low: int, high: int) -> Callable[[str], int]:
@@ -62,18 +62,33 @@ def count(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
-def _pair(text: str) -> tuple[str, str]:
+def seconds(text: str) -> float:
+    """A time: ``90``, ``90s``, ``15m``, ``2h``; ``never`` is infinity."""
+    plain = text.strip().lower()
+    if plain == "never":
+        return inf
+    scale = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(plain[-1:], 0.0)
+    digits = plain[:-1] if scale else plain
+    if not digits.isascii() or not digits.isdigit() or len(digits) > 9 or not int(digits):
+        raise argparse.ArgumentTypeError(f"give seconds, or a time such as 15m or 2h, or never, not {text[:40]!r}")
+    return int(digits) * (scale or 1.0)
+
+
+def pair(text: str) -> tuple[str, str]:
+    """``KEY=VALUE``."""
     key, sign, value = text.partition("=")
     if not sign or not key.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     return key.strip(), value.strip()
 
 
-def _pairs(text: str) -> list[tuple[str, str]]:
-    return [_pair(part) for part in text.split(",") if part.strip()]
+def pairs(text: str) -> list[tuple[str, str]]:
+    """``KEY=VALUE,KEY=VALUE``."""
+    return [pair(part) for part in text.split(",") if part.strip()]
 
 
-def _words(text: str) -> list[str]:
+def word_list(text: str) -> list[str]:
+    """Words with commas between."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -88,6 +103,8 @@ FLAG_FIELDS = {
     "dataset": "data.dataset",
     "split": "data.split",
     "packing": "data.packing",
+    "eval_dataset": "data.eval_dataset",
+    "eval_split": "data.eval_split",
     "seq_len": "seq_len",
     "global_batch": "global_batch",
     "machine": "machine",
@@ -95,6 +112,7 @@ FLAG_FIELDS = {
     "stack": "stack",
     "goal": "goal",
     "reserve": "reserve",
+    "price_per_hour": "price_per_hour",
     "allow": "allow",
     "trl": "trl",
     "pin": "pins",
@@ -115,6 +133,8 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--quantization", metavar="NAME", help="nf4 | nf4-double | int8 (qlora)")
     job.add_argument("--dataset", metavar="DATA", help="hub id or local .jsonl, .json, .parquet, .csv")
     job.add_argument("--split", metavar="NAME")
+    job.add_argument("--eval-dataset", metavar="DATA", help="data to evaluate on; with --eval-split alone it is DATA")
+    job.add_argument("--eval-split", metavar="NAME")
     job.add_argument("--packing", action=argparse.BooleanOptionalAction, default=None)
     job.add_argument("--seq-len", type=tokens, metavar="N", help="longest sequence; 128k and 1M are understood")
     job.add_argument("--global-batch", type=int, metavar="N", help="sequences per optimizer step over all GPUs")
@@ -122,18 +142,19 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--nodes", type=int, metavar="N")
     job.add_argument(
         "--stack",
-        type=_pairs,
+        type=pairs,
         action="extend",
         metavar="trl=1.16.0,...",
         help="versions to plan for",
     )
     job.add_argument("--goal", metavar="NAME", help="fastest | longest | fewest_gpus | headroom")
     job.add_argument("--reserve", type=float, metavar="SHARE", help="share of each card kept free")
-    job.add_argument("--allow", type=_words, metavar="WHAT", help="numerics,method: what the planner may alter")
-    job.add_argument("--pin", type=_pair, action="append", metavar="KNOB=VALUE", help="repeatable")
+    job.add_argument("--price-per-hour", type=float, metavar="N", help="of one GPU, in any currency: what a run costs")
+    job.add_argument("--allow", type=word_list, metavar="WHAT", help="numerics,method: what the planner may alter")
+    job.add_argument("--pin", type=pair, action="append", metavar="KNOB=VALUE", help="repeatable")
     job.add_argument(
         "--trl",
-        type=_pair,
+        type=pair,
         action="append",
         metavar="KEY=VALUE",
         help="passed to the trainer's config; repeatable",
@@ -143,6 +164,8 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="the Python that will train; default: the one running trlfit",
     )
+    about = "closed forms instead of a trace of seconds for a model that is neither bundled nor cached"
+    parser.add_argument("--no-trace", dest="trace", action="store_const", const=False, help=about)
 
 
 def job_flags(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from launcher.checkpoints import last_checkpoint
+from launcher.early_verdict import EarlyVerdict
 from launcher.outcomes import Outcome
-from launcher.run_metrics import (
-    Predicted,
-    as_integer,
-    as_mapping,
-    as_number,
-    parse_row,
-    per_rank,
-)
-from launcher.run_record import LOG, METRICS, PLAN, read_json
+from launcher.progress import Progress as Progress
+from launcher.run_events import BadRow as BadRow
+from launcher.run_events import Event as Event
+from launcher.run_events import LogLine as LogLine
+from launcher.run_events import MetricRow as MetricRow
+from launcher.run_events import StateChange as StateChange
+from launcher.run_metrics import parse_row
+from launcher.run_record import LOG, METRICS
 from launcher.runs import RunState, run_state
-from planner.units import format_bytes, format_seconds
 
 POLL_S = 0.2
 STATE_S = 0.5
@@ -30,42 +29,9 @@ CHUNK_BYTES = 1 << 20
 BACKLOG_BYTES = 64 << 10
 """Of an old log, the end is enough; metrics are always read from their first row."""
 
+_TRACEBACK = "Traceback (most recent call last):"
+_LAUNCHERS = ("subprocess.CalledProcessError:", "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
-_BAR = re.compile(r"^\s*\d+%\|.*\| (\d+)/(\d+) \[")
-"""transformers' own bar, which alone has no words before it: ``17%|███  | 138/814 [``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogLine:
-    """A line of log.txt."""
-
-    text: str
-    redrawn: bool = False
-    """Ended by a carriage return: a progress bar that draws over itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricRow:
-    """A row of metrics.jsonl."""
-
-    row: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadRow:
-    """A line of metrics.jsonl that is no JSON object."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateChange:
-    """The run's stage changed; the first and the last event."""
-
-    state: RunState
-
-
-Event = LogLine | MetricRow | BadRow | StateChange
 
 
 class Tail:
@@ -131,7 +97,13 @@ class Tail:
         return line.decode(errors="replace")
 
 
-def follow(folder: Path, *, poll_s: float = POLL_S, backlog_bytes: int | None = BACKLOG_BYTES) -> Iterator[Event]:
+def follow(
+    folder: Path,
+    *,
+    poll_s: float = POLL_S,
+    backlog_bytes: int | None = BACKLOG_BYTES,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[Event]:
     """Events of a run until it is over; of one that is over, what it left.
 
     Closing the iterator, or an interrupt inside it, leaves the run alone.
@@ -140,6 +112,7 @@ def follow(folder: Path, *, poll_s: float = POLL_S, backlog_bytes: int | None = 
         folder: A run folder. One that was not started gives its state and ends.
         poll_s: Seconds between looks at the files.
         backlog_bytes: How much of a log that exists already to give; None for all.
+        stopped: Asked at every look, also between events; true ends the events, and leaves the run alone.
 
     Raises:
         UsageError: not a run folder.
@@ -151,16 +124,22 @@ def follow(folder: Path, *, poll_s: float = POLL_S, backlog_bytes: int | None = 
     asked_at = time.monotonic()
     while state.stage == "running":
         yield from _news(log, metrics)
+        if stopped():
+            return
         time.sleep(poll_s)
         if time.monotonic() - asked_at >= STATE_S:
             before, state = state, run_state(folder)
             asked_at = time.monotonic()
-            if state.stage == "running" and state.note != before.note:
+            if state.stage == "running" and (state.note != before.note or _attempt(state) != _attempt(before)):
                 yield StateChange(state=state)
     ended = state.is_over
     yield from _news(log, metrics, flush=ended)
     if ended:
         yield StateChange(state=state)
+
+
+def _attempt(state: RunState) -> str | None:
+    return state.record.id if state.record is not None else None
 
 
 def _news(log: Tail, metrics: Tail, *, flush: bool = False) -> Iterator[Event]:
@@ -175,89 +154,6 @@ def _news(log: Tail, metrics: Tail, *, flush: bool = False) -> Iterator[Event]:
             yield BadRow(text=text)
 
 
-class Progress:
-    """One line of text per step row: step, loss, speed, peak, time left, each with its prediction."""
-
-    def __init__(self, folder: Path) -> None:
-        """Read what was predicted, and how long it goes, from the folder's plan.
-
-        Args:
-            folder: The run folder.
-        """
-        plan = as_mapping(read_json(folder / PLAN))
-        settings = as_mapping(as_mapping(plan.get("job")).get("trl"))
-        self._predicted = Predicted.from_plan(plan)
-        self._epochs = as_number(settings.get("num_train_epochs"))
-        steps = as_integer(settings.get("max_steps"))
-        self._max_steps = steps if steps and steps > 0 else None
-        self._base_rss: list[int | None] = []
-        self._last: Mapping[str, Any] = {}
-
-    def feed(self, event: Event) -> str | None:
-        """The line to show for an event, or None."""
-        if isinstance(event, LogLine):
-            if bar := _BAR.match(event.text):
-                self._max_steps = int(bar.group(2))
-        elif isinstance(event, MetricRow):
-            row = event.row
-            if row.get("event") == "start":
-                self._base_rss = per_rank(row, "rss_bytes" if "rss_bytes" in row else "peak_rss_bytes")
-                self._max_steps = as_integer(row.get("max_steps")) or self._max_steps
-            elif row.get("event") == "step":
-                self._last = row
-                return self._line(row)
-        return None
-
-    @property
-    def fraction(self) -> float | None:
-        """How much of the training is behind it, 0 to 1, or None when its length is not known."""
-        step = as_number(self._last.get("step"))
-        if step is not None and self._max_steps:
-            return min(1.0, step / self._max_steps)
-        epoch = as_number(self._last.get("epoch"))
-        return min(1.0, epoch / self._epochs) if epoch is not None and self._epochs else None
-
-    @property
-    def left_s(self) -> float | None:
-        """Seconds of training to go at the speed of the last row."""
-        step, step_s = as_number(self._last.get("step")), as_number(self._last.get("step_s"))
-        fraction = self.fraction
-        if step is None or step_s is None or not fraction:
-            return None
-        return step * (1 / fraction - 1) * step_s
-
-    def _line(self, row: Mapping[str, Any]) -> str:
-        step = as_integer(row.get("step"))
-        total = f"/{self._max_steps}" if self._max_steps else ""
-        parts = [f"step {'?' if step is None else step}{total}"]
-        if "loss" in row:
-            loss = as_number(row["loss"])
-            parts.append("loss not a number" if loss is None else f"loss {loss:.4f}")
-        step_s = as_number(row.get("step_s"))
-        if step_s is not None:
-            expected = self._predicted.step_s
-            parts.append(f"{step_s:.2f} s/step" + (f" (predicted {expected:.2f})" if expected else ""))
-        tokens = as_number(row.get("tokens"))
-        if tokens is not None and step_s:
-            parts.append(f"{tokens / step_s:,.0f} tokens/s")
-        if peak := self._peak(row):
-            expected_bytes = self._predicted.allocated_bytes
-            text = f"peak {format_bytes(peak)}"
-            text += f" (predicted {format_bytes(expected_bytes)})" if expected_bytes else ""
-            parts.append(text)
-        if self.left_s is not None:
-            parts.append(f"{format_seconds(self.left_s)} left")
-        return "  ".join(parts)
-
-    def _peak(self, row: Mapping[str, Any]) -> int | None:
-        allocated = [v for v in per_rank(row, "peak_allocated_bytes") if v]
-        if allocated:
-            return max(allocated)
-        now = per_rank(row, "peak_rss_bytes")
-        pairs = zip(now, self._base_rss, strict=False)
-        return max((a - b for a, b in pairs if a is not None and b is not None), default=None)
-
-
 def narrate(
     folder: Path,
     write: Callable[[str], object],
@@ -267,6 +163,9 @@ def narrate(
     poll_s: float = POLL_S,
 ) -> RunState | None:
     """Tell a run's progress in lines until it is over.
+
+    The early verdict is told once there is one, and whenever it turns; so are the supervisor's notes and what an
+    automatic retry alters.
 
     Args:
         folder: A run folder.
@@ -282,9 +181,12 @@ def narrate(
     state: RunState | None = None
     told_at: float | None = None
     waiting: str | None = None
+    verdict: EarlyVerdict | None = None
     try:
         for event in follow(folder, poll_s=poll_s):
             if isinstance(event, StateChange):
+                for text in _news_of_state(state, event.state):
+                    write(text)
                 state = event.state
             elif log and isinstance(event, LogLine) and not event.redrawn:
                 write(event.text)
@@ -295,6 +197,9 @@ def narrate(
                 told_at, waiting = now, None
             elif line is not None:
                 waiting = line
+            if line is not None and (found := progress.verdict) and (verdict is None or found.kind != verdict.kind):
+                write(found.sentence)
+                verdict = found
     except KeyboardInterrupt:
         return None
     if waiting is not None:
@@ -302,11 +207,36 @@ def narrate(
     return state
 
 
+def _news_of_state(before: RunState | None, now: RunState) -> Iterator[str]:
+    """What a change of a running run's state has to say."""
+    if now.stage != "running":
+        return
+    if now.record is not None and now.record.attempt > 1 and (before is None or _attempt(before) != _attempt(now)):
+        start = f"from {now.record.resumed_from}" if now.record.resumed_from else "from the beginning"
+        yield f"attempt {now.record.attempt}, {start}: {now.record.change}"
+    if now.note is not None and (before is None or before.note != now.note):
+        yield now.note
+
+
 def closing_lines(outcome: Outcome, folder: Path, num_log_lines: int = 15) -> list[str]:
-    """What to say at the end: the sentence, and after a failure where to look."""
-    lines = [outcome.sentence]
+    """What to say at the end: the sentence, after a failure where to look, and how to go on."""
+    lines = [outcome.sentence, *([outcome.note] if outcome.note else [])]
     if outcome.kind not in ("done", "stopped"):
-        texts = [text for text, _ in Tail(folder / LOG, BACKLOG_BYTES).lines(flush=True)]
-        lines += [f"  {text}" for text in texts if text.strip()][-num_log_lines:]
+        texts = [text for text, redrawn in Tail(folder / LOG, BACKLOG_BYTES).lines(flush=True) if not redrawn]
+        lines += [f"  {text}" for text in _own_words(texts)][-num_log_lines:]
         lines.append(f"the whole log: {folder / LOG}")
+    name = shlex.quote(str(folder))
+    if outcome.kind == "out_of_memory":
+        lines.append(f"`trlfit launch {name} --next` launches the next plan, which fits with what was seen")
+    elif outcome.kind != "done" and (checkpoint := last_checkpoint(folder)) is not None:
+        lines.append(f"`trlfit launch {name} --resume` goes on from {checkpoint.name}")
     return lines
+
+
+def _own_words(texts: Sequence[str]) -> list[str]:
+    """Lines that say something, without the traceback of a launcher whose child failed."""
+    said = [text for text in texts if text.strip()]
+    last = next((i for i in reversed(range(len(said))) if _TRACEBACK in said[i]), None)
+    if last and said[-1].startswith(_LAUNCHERS):
+        said = [*said[:last], said[-1]]
+    return said

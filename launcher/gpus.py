@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from launcher.nvml_calls import Nvml, NvmlRefused, NvmlUnavailable, connect, nvml_open
+from launcher.nvml.calls import Nvml, NvmlRefused, NvmlUnavailable, connect, nvml_open
 from planner.machine import Card, GpuProcess
 
 
@@ -37,7 +37,7 @@ def read_cards(environ: Mapping[str, str] | None = None) -> CardsReading:
     try:
         with nvml_open() as nvml:
             # Planning on a box without a driver need not load the reading of cards (10 ms).
-            from launcher.nvml_inventory import read_inventory
+            from launcher.nvml.inventory import read_inventory
 
             return read_inventory(nvml, environ)
     except NvmlUnavailable as unavailable:
@@ -117,7 +117,7 @@ def _handles(nvml: Nvml, card: Card) -> tuple[Any, Any | None] | str:
 def _sample(nvml: Nvml, card: Card, handles: tuple[Any, Any | None] | str) -> CardSample:
     if isinstance(handles, str):
         return CardSample(index=card.index, problem=handles)
-    from launcher.nvml_card import read_live
+    from launcher.nvml.card import read_live
 
     live = read_live(nvml, *handles)
     return CardSample(

@@ -8,7 +8,7 @@ import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from launcher import paths
 from launcher.outcomes import Outcome
 from launcher.processes import this_host
-from launcher.run_metrics import Predicted, as_integer, as_mapping, parse_row
+from launcher.run_metrics import Predicted, as_integer, as_mapping, as_number, parse_row
 from launcher.run_record import OUTCOME, PLAN, RunRecord, read_json, read_record
 from planner.units import format_bytes, format_seconds
 
@@ -49,11 +49,17 @@ class HistoryRow:
     predicted_step_s: float | None
     seen_step_s: float | None
     step_error: float | None
+    card: str | None = None
+    """What it ran on: an id of `trlfit cards`, NVML's name, or ``cpu``."""
+    kind: str | None = None
+    """Trainer, method and sharding: ``sft full fsdp``."""
+    errors: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Seen over predicted, less one: ``allocated``, ``reserved``, ``device``, ``resident``, ``step``."""
 
     def to_json(self) -> dict[str, Any]:
         """For ``trlfit runs --json``."""
         values = {name: getattr(self, name) for name in self.__slots__}
-        return {**values, "folder": str(self.folder)}
+        return {**values, "folder": str(self.folder), "errors": dict(self.errors)}
 
 
 def history_path() -> Path:
@@ -77,7 +83,17 @@ def describe(folder: Path) -> dict[str, Any]:
         "method": job.get("method"),
         "machine": as_mapping(machine).get("spec") or job.get("machine"),
         "plan": label if choice else None,
+        "card": _card(as_mapping(machine)),
+        "kind": " ".join(str(word) for word in (job.get("trainer"), *words[:2]) if word not in (None, "none")) or None,
     }
+
+
+def _card(machine: Mapping[str, Any]) -> str | None:
+    cards = machine.get("cards")
+    if isinstance(cards, list) and cards:
+        first = as_mapping(cards[0])  # pyright: ignore[reportUnknownArgumentType]
+        return str(first.get("card_id") or first.get("name"))
+    return "cpu" if machine.get("host") else None
 
 
 def append_start(record: RunRecord) -> None:
@@ -154,7 +170,7 @@ def history_rows(root: Path | None = None, notes: list[str] | None = None) -> li
 def table_rows(rows: Sequence[HistoryRow]) -> list[tuple[str, ...]]:
     """Cells for people, the header first: GiB and seconds, predicted, seen and the error."""
     header = (
-        "run", "model", "plan", "state", "predicted", "seen", "err", "pred s", "seen", "err", "took",
+        "run", "model", "plan", "state", "predicted", "seen", "memory err", "pred s", "seen s", "step err", "took",
         "loss",
     )  # fmt: skip
     return [header, *(_cells(row) for row in rows)]
@@ -211,16 +227,23 @@ def _row(entry: Mapping[str, Any], ended: bool) -> HistoryRow:
     outcome = Outcome.from_json(as_mapping(entry.get("outcome"))) if ended else None
     row = HistoryRow(
         id=str(entry["id"]), folder=folder, exists=folder.is_dir(),
-        model=entry.get("model"), trainer=entry.get("trainer"), method=entry.get("method"),
-        machine=entry.get("machine"), plan=entry.get("plan"), state="unknown", sentence=None,
-        started_at=entry.get("started_at"), duration_s=None, steps=None, loss=None,
-        predicted_bytes=entry.get("predicted_bytes"), seen_bytes=None, memory_error=None,
-        predicted_step_s=entry.get("predicted_step_s"), seen_step_s=None, step_error=None,
+        model=_text(entry, "model"), trainer=_text(entry, "trainer"), method=_text(entry, "method"),
+        machine=_text(entry, "machine"), plan=_text(entry, "plan"), state="unknown", sentence=None,
+        started_at=_text(entry, "started_at"), duration_s=None, steps=None, loss=None,
+        predicted_bytes=as_integer(entry.get("predicted_bytes")), seen_bytes=None, memory_error=None,
+        predicted_step_s=as_number(entry.get("predicted_step_s")), seen_step_s=None, step_error=None,
+        card=_text(entry, "card"), kind=_text(entry, "kind"),
     )  # fmt: skip
     if outcome is not None:
         return _with_outcome(row, outcome)
     record = read_record(folder) if row.exists else None
     return _unfinished(row, folder, record)
+
+
+def _text(entry: Mapping[str, Any], name: str) -> str | None:
+    """A text as it can be shown; the file may have been edited, and other hosts may write to it."""
+    value = entry.get(name)
+    return "".join(c if c.isprintable() else "?" for c in value) if isinstance(value, str) else None
 
 
 def _unfinished(row: HistoryRow, folder: Path, record: RunRecord | None) -> HistoryRow:
@@ -244,7 +267,7 @@ def _with_outcome(row: HistoryRow, outcome: Outcome) -> HistoryRow:
         steps=seen.last_step, loss=seen.loss,
         predicted_bytes=predicted.allocated_bytes, seen_bytes=seen.memory_bytes,
         memory_error=outcome.memory_error, predicted_step_s=predicted.step_s,
-        seen_step_s=seen.step_s, step_error=outcome.step_error,
+        seen_step_s=seen.step_s, step_error=outcome.step_error, errors=outcome.errors,
     )  # fmt: skip
 
 

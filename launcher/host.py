@@ -54,6 +54,15 @@ def read_host(root: Path = Path("/")) -> Host:
     return Host(total_bytes=total, available_bytes=min(available, total), cores=allowed, limits=limits)
 
 
+def cpu_name(root: Path = Path("/")) -> str:
+    """What the processor calls itself: ``AMD EPYC 9554 64-Core Processor``; its architecture where it does not."""
+    for line in _lines(root / "proc/cpuinfo"):
+        key, _, value = line.partition(":")
+        if key.strip() == "model name" and value.strip():
+            return value.strip()
+    return os.uname().machine if hasattr(os, "uname") else "CPU"
+
+
 def _affinity(cores: int) -> int:
     if not hasattr(os, "sched_getaffinity"):
         return cores

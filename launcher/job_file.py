@@ -123,6 +123,26 @@ def resolve_job(
     return job, origins
 
 
+def job_over(
+    base: Mapping[str, Any], where: str, flags: Mapping[str, Any], flag_names: Mapping[str, str]
+) -> tuple[Job, dict[str, str]]:
+    """The job of another document, with flags over it; like ``resolve_job`` in all else.
+
+    Args:
+        base: job values.
+        where: the document's name, for messages and origins.
+        flags: nested values given on the command line only.
+        flag_names: dotted field -> flag that set it.
+
+    Raises:
+        UsageError: one line naming the field, the document or flag, and what is allowed.
+    """
+    _validated(base, where, {})
+    job = _validated(_merge(dict(base), flags), "job", flag_names)
+    origins = dict.fromkeys(_origins(job.model_dump(mode="json"), where), where)
+    return job, origins | {field: flag_names.get(field, "flag") for field in _origins(flags, "flag")}
+
+
 def _validated(data: Mapping[str, Any], where: str, flag_names: Mapping[str, str]) -> Job:
     try:
         return Job.model_validate(data)

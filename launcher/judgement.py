@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from launcher.kernel_log import KernelKill
 from launcher.log_evidence import Failure, LogEvidence, Raised, Shortage, guess_phase, read_shortage
 from launcher.run_metrics import Metrics, Predicted
 from planner.units import format_bytes, format_seconds
@@ -21,6 +22,7 @@ FULL_BYTES = 1 << 20
 """Less than this is a full disk: not one tensor of a checkpoint goes in."""
 
 
+BEYOND_VOCABULARY = "a row holds a token id beyond the vocabulary: tokenise the data with this model's tokenizer"
 _WORKER_KILLED = re.compile(r"DataLoader worker .*(killed by signal: Killed|exited unexpectedly)")
 
 
@@ -30,10 +32,14 @@ class Circumstances:
 
     stop: str | None = None
     """Set when we ended the run: who asked, as the end of "stopped ..."."""
+    hung: str | None = None
+    """Set when we ended the run because it had fallen silent: how silent, as a clause."""
     lost: str | None = None
     """Set when nobody saw the exit: why, as a clause."""
     oom_kills: Mapping[str, int] = field(default_factory=dict[str, int])
     """Kernel out-of-memory kills during the run: ``cgroup``, ``machine``."""
+    kernel_kill: KernelKill | None = None
+    """Of a process of the run, by the kernel's log."""
     nodes: int = 1
     free_bytes: int | None = None
     """Left on the disk of the run folder: a full one keeps the error itself out of the log."""
@@ -50,6 +56,8 @@ class Verdict:
     failure: Failure | None = None
     raised: Raised | None = None
     signal: int | None = None
+    rank: int | None = None
+    """Of the process that a signal ended, where a launcher tells it."""
 
 
 def judge(
@@ -75,16 +83,18 @@ def judge(
     if around.stop and not (exit_code == 0 and metrics.ended):
         return Verdict(kind="stopped", sentence=f"stopped {around.stop}{_at(metrics)}")
     finished = exit_code == 0 and (metrics.ended or not metrics.started or not evidence.own)
-    if finished or (around.lost and metrics.ended):
+    if finished or ((around.lost or around.hung) and metrics.ended):
         return _done(metrics, predicted, around)
     # What raises exits by itself; what a signal ended may have logged an error long before.
     by_signal = signal is not None or (evidence.exit_code or 0) < 0
-    failures = evidence.at_the_end if by_signal or around.lost else evidence.own
+    failures = evidence.at_the_end if by_signal or around.lost or around.hung else evidence.own
     return (
         _out_of_memory(failures, metrics, predicted)
         or _host_killed(signal, evidence, metrics, around)
         or _disk_full(failures, log_tail)
-        or _raised(failures, evidence, metrics)
+        or _beyond_table(failures, evidence, metrics)
+        or _raised(failures, metrics)
+        or _silent(metrics, around)
         or _from_signs(evidence, metrics)
         or _by_signal(signal, evidence, metrics)
         or _lost(evidence, metrics, around)
@@ -112,6 +122,8 @@ def _done(metrics: Metrics, predicted: Predicted, around: Circumstances) -> Verd
         parts.append(f"the loss was not a number from step {metrics.first_bad_step} on")
     if around.lost:
         parts.append(around.lost)
+    if around.hung:
+        parts.append("it did not exit by itself and was ended")
     return Verdict(kind="done", sentence=", ".join(parts))
 
 
@@ -150,6 +162,8 @@ def _host_killed(signal: int | None, evidence: LogEvidence, metrics: Metrics, ar
     by_kill = signals.SIGKILL in (signal, -(evidence.exit_code or 0)) or worker or bool(around.lost)
     if "host_memory" in evidence.signs:
         proof = "the scheduler reports it"
+    elif by_kill and (kill := around.kernel_kill) is not None:
+        proof = f"the kernel's log: {kill.name} held {format_bytes(kill.resident_bytes)}"
     elif by_kill and (count := around.oom_kills.get("cgroup", 0)):
         proof = f"{count} out-of-memory kill{'s' if count > 1 else ''} in its control group"
     elif by_kill and (count := around.oom_kills.get("machine", 0)):
@@ -195,7 +209,7 @@ def _full_by_size(around: Circumstances, metrics: Metrics) -> Verdict | None:
     return Verdict(kind="disk_full", sentence=text)
 
 
-def _raised(failures: Sequence[Failure], evidence: LogEvidence, metrics: Metrics) -> Verdict | None:
+def _raised(failures: Sequence[Failure], metrics: Metrics) -> Verdict | None:
     """The first exception that is nobody else's echo."""
     for failure in failures:
         raised = failure.last
@@ -218,6 +232,17 @@ def _raised(failures: Sequence[Failure], evidence: LogEvidence, metrics: Metrics
     return None
 
 
+def _beyond_table(failures: Sequence[Failure], evidence: LogEvidence, metrics: Metrics) -> Verdict | None:
+    """On a card a token id or a label that is too large is an assertion of a kernel, met by whatever came next."""
+    failure = next((failure for failure in failures if failure.last.is_device_assert), None)
+    if failure is None or "index" not in evidence.signs:
+        return None
+    what = BEYOND_VOCABULARY if "srcIndex" in evidence.signs["index"] else "a label is beyond the number of classes"
+    return Verdict(
+        kind="data_error", sentence=f"data error{_at(metrics)}: {what}", failure=failure, raised=failure.last
+    )
+
+
 def _kind_of(raised: Raised, metrics: Metrics) -> Kind:
     if raised.is_about_data:
         return "data_error"
@@ -231,11 +256,20 @@ def _data_words(failure: Failure) -> str:
     raised = failure.last
     if raised.kind == "KeyError":
         return f"the rows have no column {raised.message}"
+    if raised.is_beyond_vocabulary:
+        return BEYOND_VOCABULARY
     if raised.kind == "StopIteration":
         return "the data set is empty"
     if raised.kind.endswith("DatasetGenerationError") and len(failure.chain) > 1:
         return shorten(failure.chain[-2].text)  # the last one says only that something failed
     return shorten(raised.text)
+
+
+def _silent(metrics: Metrics, around: Circumstances) -> Verdict | None:
+    if around.hung is None:
+        return None
+    before = "" if metrics.last_step else " before the first step"
+    return Verdict(kind="hung", sentence=f"hung{before}{_at(metrics)}: {around.hung}; it was ended")
 
 
 def _from_signs(evidence: LogEvidence, metrics: Metrics) -> Verdict | None:
@@ -266,14 +300,16 @@ def _by_signal(signal: int | None, evidence: LogEvidence, metrics: Metrics) -> V
     if number is None:
         return None
     name = signal_name(number)
+    rank = evidence.exit_rank if inner > 0 else None
+    who = "" if rank is None else f"rank {rank} "
     crashes = {signals.SIGSEGV, signals.SIGABRT, signals.SIGBUS, signals.SIGFPE, signals.SIGILL}
     if number in crashes:
         hint = ": /dev/shm or the disk may be full" if number == signals.SIGBUS else ""
-        text = f"crashed with {name}{_at(metrics)}{hint}"
-        return Verdict(kind="failed", sentence=text, signal=number)
+        text = f"{who}crashed with {name}{_at(metrics)}{hint}"
+        return Verdict(kind="failed", sentence=text, signal=number, rank=rank)
     hint = ", with no out-of-memory kill on record" if number == signals.SIGKILL else ""
-    text = f"ended from outside by {name}{_at(metrics)}{hint}"
-    return Verdict(kind="killed", sentence=text, signal=number)
+    text = f"{who}{'was ' if who else ''}ended from outside by {name}{_at(metrics)}{hint}"
+    return Verdict(kind="killed", sentence=text, signal=number, rank=rank)
 
 
 def _lost(evidence: LogEvidence, metrics: Metrics, around: Circumstances) -> Verdict | None:

@@ -11,9 +11,9 @@ from typing import Literal
 TAIL_BYTES = 1 << 20
 """Eight ranks' tracebacks take 60 KB; the rest is for what comes after them."""
 
-Sign = Literal["hung", "node", "time_limit", "preempted", "host_memory", "cancelled"]
+Sign = Literal["hung", "node", "time_limit", "preempted", "host_memory", "cancelled", "index"]
 Where = Literal["gpu", "host", "shared_memory"]
-Phase = Literal["load", "generate", "forward", "loss", "backward", "step", "save"]
+Phase = Literal["load", "generate", "forward", "loss", "backward", "step", "evaluate", "save"]
 
 _END_LINES = 400
 """What eight ranks print after the first one's traceback."""
@@ -40,6 +40,7 @@ _SIGNS: tuple[tuple[Sign, re.Pattern[str]], ...] = (
     ("node", re.compile(r"DUE TO NODE FAILURE|fallen off the bus|GPU is lost|uncorrectable ECC")),
     ("cancelled", re.compile(r"(?:STEP|JOB) \S+ ON \S+ CANCELLED AT")),
     ("host_memory", re.compile(r"Detected \d+ oom[_-]kill event|task \d+: Out Of Memory")),
+    ("index", re.compile(r"Assertion .(?:srcIndex < srcSelectDimSize|t >= 0 && t < n_classes)")),
     ("hung", re.compile(r"Watchdog caught collective operation timeout")),
     ("hung", re.compile(r"Timed out waiting \d+ms for (?:recv|send) operation")),
 )
@@ -51,6 +52,7 @@ _PEER = re.compile(
 _READS_DATA = frozenset({"_prepare_dataset", "tokenize_fn", "apply_chat_template", "torch_call", "fetch"})
 _NO_DEVICE = re.compile(r"No CUDA GPUs are available|no kernel image|driver version is insufficient")
 _LOOP = frozenset({"training_step", "_run_epoch", "prediction_step", "call_event"})
+_EXIT_RANK = re.compile(r"^\s*rank\s*:\s*(\d+)")
 _EXITCODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d+)")
 _DIED = re.compile(r"died with <Signals\.\w+: (\d+)>")
 _BASH = re.compile(r": line \d+:\s+\d+ (Killed|Segmentation fault|Bus error|Aborted|Terminated)\b")
@@ -106,7 +108,13 @@ class Raised:
             or any(re.search(r"packages/(datasets|pyarrow)/", frame.path) for frame in self.frames)
             or self.kind.startswith(("datasets.", "pyarrow.", "jinja2."))
             or (self.frames and "train_dataset" in self.frames[-1].source)
+            or self.is_beyond_vocabulary
         )
+
+    @property
+    def is_beyond_vocabulary(self) -> bool:
+        """Whether an embedding was asked for a row that it does not have: a token id that the tokenizer never gave."""
+        return bool(self.kind == "IndexError" and self.frames and self.frames[-1].function == "embedding")
 
     @property
     def is_about_setup(self) -> bool:
@@ -115,6 +123,11 @@ class Raised:
             self.kind.rsplit(".", 1)[-1] in {"ImportError", "ModuleNotFoundError", "SyntaxError"}
             or _NO_DEVICE.search(self.text)
         )
+
+    @property
+    def is_device_assert(self) -> bool:
+        """Whether a kernel on the card found its input impossible; the log tells which kernel, the frames do not."""
+        return "device-side assert" in self.text
 
     @property
     def is_in_training(self) -> bool:
@@ -175,6 +188,8 @@ class LogEvidence:
     """Kind of sign -> the first line that shows it."""
     exit_code: int | None = None
     """Of the first process the launcher saw failing; negative: the signal that ended it."""
+    exit_rank: int | None = None
+    """Rank of that process, where the launcher tells it."""
     num_lines: int = 0
 
     @property
@@ -221,7 +236,8 @@ def read_evidence(log: str) -> LogEvidence:
                 signs.setdefault(sign, line.strip())
                 break
     failures.sort(key=lambda failure: failure.line)
-    return LogEvidence(failures=tuple(failures), signs=signs, exit_code=_exit_code(lines), num_lines=len(lines))
+    code, first = _exit_code(lines)
+    return LogEvidence(failures=tuple(failures), signs=signs, exit_code=code, exit_rank=first, num_lines=len(lines))
 
 
 def read_shortage(text: str) -> Shortage:
@@ -265,6 +281,8 @@ def guess_phase(frames: Sequence[Frame]) -> Phase | None:
         return "save"
     if any(n.startswith(("generate", "_generate")) for n in names):
         return "generate"
+    if "evaluation_loop" in names:
+        return "evaluate"
     if "training_step" in names or "prediction_step" in names or "compute_loss" in names:
         return "loss" if any(_is_loss(frame) for frame in frames) else "forward"
     loading = ("from_pretrained", "from_config", "__init__", "_prepare_for_training", "prepare")
@@ -324,18 +342,21 @@ def _thrown(rank: int | None, stream: Iterable[tuple[int, str]]) -> list[Failure
     return failures
 
 
-def _exit_code(lines: Sequence[str]) -> int | None:
-    """What torchrun, accelerate or bash say about the process that failed first."""
+def _exit_code(lines: Sequence[str]) -> tuple[int | None, int | None]:
+    """What torchrun, accelerate or bash say about the process that failed first: (exit code, rank)."""
     root = next((i for i, line in enumerate(lines) if line.startswith("Root Cause")), None)
+    rank: int | None = None
     for line in lines[root:] if root is not None else ():
-        if match := _EXITCODE.match(line):
-            return int(match.group(1))
+        if match := _EXIT_RANK.match(line):
+            rank = int(match.group(1))
+        elif match := _EXITCODE.match(line):
+            return int(match.group(1)), rank
     for line in lines:
         if match := _DIED.search(line):
-            return -int(match.group(1))
+            return -int(match.group(1)), None
         if match := _BASH.search(line):
-            return -_BASH_SIGNALS[match.group(1)]
-    return None
+            return -_BASH_SIGNALS[match.group(1)], None
+    return None, None
 
 
 def _is_backward(frame: Frame) -> bool:

@@ -10,13 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from launcher.errors import UsageError
-from planner.machine import MACHINE_SCHEMA, Card, Machine
-from profiles.cards import CardNotFound, CardProfile, find_card
+from planner.machine import MACHINE_SCHEMA, MAX_NODES, Machine
+from planner.named_machine import named_machine
+from profiles.cards import CardNotFound, find_card
 
 MAX_CARDS = 128
 """Cards of one node; the largest link domain sold has 72."""
 
-MAX_NODES = 1024
 _MAX_FILE_BYTES = 8 * 1024**2
 _NAMED = re.compile(r"(?:(?P<count>[+-]?\d+)\s*[xX\u00d7*]\s*)?(?P<card>.+)")
 _HINT = "write local, cpu, NxCARD such as 8xH100-80GB, or a machine.json of `trlfit gpus --json`"
@@ -93,39 +93,7 @@ def _named(text: str, nodes: int) -> Machine:
         profile = find_card(match["card"])
     except CardNotFound as missing:
         raise UsageError(_not_found(text, match["card"], missing)) from None
-    cards = [_card(profile, index, num_cards) for index in range(num_cards)]
-    return Machine(
-        origin="named",
-        spec=f"{num_cards}x{profile.id}",
-        cards=cards,
-        nodes=nodes,
-        notes=_named_notes(profile, num_cards),
-    )
-
-
-def _card(profile: CardProfile, index: int, num_cards: int) -> Card:
-    linked = [i for i in range(num_cards) if i != index] if profile.nvlink == "all" else []
-    return Card(
-        index=index,
-        name=profile.product_name,
-        card_id=profile.id,
-        total_bytes=profile.nvml_bytes,
-        free_bytes=profile.nvml_bytes,
-        compute_capability=profile.compute_capability,
-        nvlink_peers=linked,
-    )
-
-
-def _named_notes(profile: CardProfile, num_cards: int) -> list[str]:
-    notes: list[str] = []
-    if not profile.verified:
-        notes.append(
-            f"the memory of {profile.id} was not read on a card; what NVML reports there may "
-            "differ by a few hundred MiB"
-        )
-    if num_cards > 1 and profile.nvlink == "bridge":
-        notes.append(f"{profile.id} may be linked in pairs by a bridge; this plan takes them without one")
-    return notes
+    return named_machine(profile, num_cards, nodes)
 
 
 def _not_found(text: str, card: str, missing: CardNotFound) -> str:
@@ -138,7 +106,9 @@ def _not_found(text: str, card: str, missing: CardNotFound) -> str:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 40 else text[:37] + "..."
+    """Cut, and without signs that would move a terminal's cursor."""
+    cut = text if len(text) <= 40 else text[:37] + "..."
+    return cut if cut.isprintable() else repr(cut)[1:-1]
 
 
 def _is_path(text: str) -> bool:
@@ -154,9 +124,12 @@ def _is_path(text: str) -> bool:
 def _from_file(text: str, nodes: int) -> Machine:
     path = Path(text).expanduser()
     try:
-        if path.is_file() and path.stat().st_size > _MAX_FILE_BYTES:
+        # Not its size first: a device or a pipe has none.
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
             raise UsageError(f"{text} is larger than 8 MiB and no machine file")
-        document = path.read_text(encoding="utf-8")
+        document = content.decode("utf-8")
     except FileNotFoundError:
         raise UsageError(f"machine file {text} is not there; {_HINT}") from None
     except IsADirectoryError:
@@ -172,11 +145,6 @@ def _from_file(text: str, nodes: int) -> Machine:
     if nodes != 1:
         machine.nodes = nodes
     return machine
-
-
-def machine_to_json(machine: Machine) -> str:
-    """The document that `trlfit gpus --json` prints and `--machine FILE` reads back."""
-    return machine.model_dump_json(by_alias=True, indent=2) + "\n"
 
 
 def machine_from_json(document: str, where: str) -> Machine:

@@ -13,7 +13,7 @@ from typing import Any
 from launcher.errors import EnvironmentLacks, TrlfitError, UsageError
 from launcher.validation_text import MAX_PATH, shown
 from planner.architecture import Architecture
-from planner.config_reader import UnreadableConfig, read_architecture
+from planner.config.reader import UnreadableConfig, read_architecture
 from profiles.models import find_model, nearest
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?$")
@@ -58,7 +58,10 @@ def _from_path(model: str, path: Path) -> Architecture:
         if not config.is_file():
             raise UsageError(f"model folder {model!r} has no config.json")
         return _read(_load(config), model=model, origin="folder", where=str(config))
-    return _read(_load(path), model=model, origin="config.json", where=model)
+    data = _load(path)
+    if str(data.get("schema", "")).startswith("trlfit.plan/"):
+        raise UsageError(f"{model} is a plan, not a model; give it to `trlfit write`, `trlfit launch` or --against")
+    return _read(data, model=model, origin="config.json", where=model)
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -42,6 +42,22 @@ class Outcome:
     """Processes that outlived the command and were ended."""
     left_processes: tuple[int, ...] = ()
     """Pids that could not be ended."""
+    note: str | None = None
+    """Why an automatic retry that was asked for did not follow."""
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Seen over predicted, less one, of every number that both have; memory as torch and NVML count it."""
+        seen, predicted = self.seen, self.predicted
+        pairs = {
+            "allocated": (seen.allocated_bytes, predicted.allocated_bytes),
+            "reserved": (seen.reserved_bytes, predicted.reserved_bytes),
+            "device": (seen.device_bytes, predicted.device_bytes),
+            "resident": (None if seen.allocated_bytes else seen.rss_growth_bytes, predicted.allocated_bytes),
+            "step": (seen.step_s, predicted.step_s),
+        }
+        found = {name: _error(*pair, seen) for name, pair in pairs.items()}
+        return {name: error for name, error in found.items() if error is not None}
 
     def to_json(self) -> dict[str, Any]:
         """The content of outcome.json."""
@@ -103,7 +119,7 @@ def classify(
         shortage=verdict.shortage,
         exception=shorten(raised.text, 2000) if raised else None,
         where=raised.place if raised else None,
-        rank=verdict.failure.rank if verdict.failure else None,
+        rank=verdict.failure.rank if verdict.failure else verdict.rank,
         predicted=predicted,
         seen=metrics,
         memory_error=_error(metrics.memory_bytes, predicted.allocated_bytes, metrics),

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from launcher.diagnostics import without_controls
+
 
 def print_json(document: Any) -> None:
     """One JSON document and nothing else, in UTF-8 whatever the terminal speaks."""
@@ -39,8 +41,17 @@ def _compact(value: Any) -> str:
 
 
 def print_text(text: str) -> None:
-    """Text that ends in exactly one newline; what the terminal cannot show is escaped."""
-    _write(text.rstrip("\n") + "\n", getattr(sys.stdout, "encoding", None) or "utf-8")
+    """Text that ends in exactly one newline; what the terminal cannot show, or would obey, is escaped."""
+    _write(without_controls(text).rstrip("\n") + "\n", getattr(sys.stdout, "encoding", None) or "utf-8")
+
+
+def block_character() -> str:
+    """What bars of text charts are made of: a full block, or a plain sign where stdout's encoding has none."""
+    try:
+        "\u2588".encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return "#"
+    return "\u2588"
 
 
 def _write(text: str, encoding: str) -> None:

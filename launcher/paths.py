@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
-
-import platformdirs
 
 
 def cache_dir() -> Path:
     """Traced and measured coefficients. ``TRLFIT_CACHE`` redirects it."""
     override = os.environ.get("TRLFIT_CACHE")
-    return Path(override) if override else Path(platformdirs.user_cache_dir("trlfit", appauthor=False))
+    if override:
+        return Path(override)
+    if sys.platform == "linux":
+        # As platformdirs has it, which a plan that asks for measurements need not load.
+        base = os.environ.get("XDG_CACHE_HOME", "").strip()
+        return (Path(base) if base else Path("~/.cache").expanduser()) / "trlfit"
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("trlfit", appauthor=False))
 
 
 def data_dir() -> Path:
     """History of runs. ``TRLFIT_DATA`` redirects it."""
     override = os.environ.get("TRLFIT_DATA")
-    return Path(override) if override else Path(platformdirs.user_data_dir("trlfit", appauthor=False))
+    if override:
+        return Path(override)
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("trlfit", appauthor=False))
 
 
 def runs_dir() -> Path:

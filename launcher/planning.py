@@ -5,17 +5,24 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from launcher.coefficient_store import may_trace, source_for
+from launcher.data_rows import count_rows
 from launcher.errors import UsageError
 from launcher.flags import job_flags
 from launcher.job_file import resolve_job
 from launcher.machines import resolve_machine
+from launcher.measurement_store import measured_for
 from launcher.model_config import resolve_architecture
+from launcher.narration import Narrator, StderrNarrator
 from launcher.stack import resolve_stack
+from launcher.validation_text import shown
 from planner.adapters import TargetError
+from planner.architecture import Architecture
+from planner.config.families import FAMILIES
 from planner.job import MAX_GLOBAL_BATCH, Job
 from planner.machine import Machine
 from planner.pins import PinError, parse_pins
@@ -29,8 +36,24 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 
-def plan_inputs(job: Job, origins: Mapping[str, str], python: str | None, top: int) -> PlanInput:
+def plan_inputs(
+    job: Job,
+    origins: Mapping[str, str],
+    python: str | None,
+    top: int,
+    *,
+    trace: bool = True,
+    narrator: Narrator | None = None,
+) -> PlanInput:
     """Everything `make_plan` needs, read from this machine.
+
+    Args:
+        job: the resolved job.
+        origins: job field -> where its value came from.
+        python: the training Python, None for the one running.
+        top: how many candidates the plan lists.
+        trace: whether a model that is neither bundled nor cached may be traced, which takes seconds.
+        narrator: told about a running trace and what is wrong on this machine; None narrates on stderr.
 
     Raises:
         UsageError: the model, machine, stack or a combination of them is wrong.
@@ -38,8 +61,19 @@ def plan_inputs(job: Job, origins: Mapping[str, str], python: str | None, top: i
     """
     machine = resolve_machine(job.machine, nodes=job.nodes)
     architecture = resolve_architecture(job.model)
+    _refuse_unseen_code(architecture, job)
     elsewhere = machine.origin in ("named", "file")
     stack = resolve_stack(job.stack, python, assume_optional=elsewhere)
+    narrator = narrator or StderrNarrator("; --no-trace plans with closed forms instead")
+    notes: list[str] = []
+    source = source_for(
+        architecture,
+        stack,
+        trace=trace and may_trace(architecture, stack),
+        notes=notes,
+        warn=narrator.warn,
+        progress=narrator.traced,
+    )
     return PlanInput(
         job=job,
         machine=machine,
@@ -47,7 +81,26 @@ def plan_inputs(job: Job, origins: Mapping[str, str], python: str | None, top: i
         architecture=architecture,
         profile=card_profile(machine),
         origins=origins,
+        source=source,
+        measured=measured_for(machine, stack, architecture, notes),
+        notes=notes,
         top=top,
+        data_rows=count_rows(job.data.dataset),
+    )
+
+
+def _refuse_unseen_code(architecture: Architecture, job: Job) -> None:
+    """Raise for layers that only code beside the checkpoint defines, unless the user trusts that code.
+
+    Raises:
+        UsageError: what to do.
+    """
+    if not architecture.remote_code or architecture.model_type in FAMILIES or job.trl.get("trust_remote_code"):
+        return
+    raise UsageError(
+        f"model {shown(architecture.model)}: only code of its own (auto_map) defines model_type"
+        f" {shown(architecture.model_type)}; read it, then add --trl trust_remote_code=true to plan it as a Llama-like"
+        " decoder"
     )
 
 
@@ -74,7 +127,27 @@ def plan_from_args(args: argparse.Namespace) -> PlanOutcome:
     Raises:
         TrlfitError: with the line and exit code for the user.
     """
-    return plan_job(*job_from_args(args), args.python, getattr(args, "top", 8))
+    explain = getattr(args, "explain", False)
+    top = getattr(args, "top", 8)
+    return plan_job(*job_from_args(args), args.python, top, trace=args.trace is not False, explain=explain)
+
+
+def inputs_from_args(args: argparse.Namespace, top: int = 1) -> PlanInput:
+    """What the planner would be asked of the command line.
+
+    Raises:
+        TrlfitError: with the line and exit code for the user.
+    """
+    return inputs_of_job(*job_from_args(args), args, top)
+
+
+def inputs_of_job(job: Job, origins: Mapping[str, str], args: argparse.Namespace, top: int = 1) -> PlanInput:
+    """The same for a job that is resolved already; ``args`` says which Python trains, and whether to trace.
+
+    Raises:
+        TrlfitError: with the line and exit code for the user.
+    """
+    return _with_pinned_batch(plan_inputs(job, origins, args.python, top, trace=args.trace is not False))
 
 
 def choice_from_args(args: argparse.Namespace) -> OneChoice:
@@ -85,8 +158,7 @@ def choice_from_args(args: argparse.Namespace) -> OneChoice:
     """
     from planner.one_choice import choose_one  # only the ledger needs it
 
-    inputs = _with_pinned_batch(plan_inputs(*job_from_args(args), args.python, top=1))
-    return _asked(choose_one, inputs)
+    return answered(choose_one, inputs_from_args(args))
 
 
 def job_from_args(args: argparse.Namespace) -> tuple[Job, dict[str, str]]:
@@ -95,12 +167,26 @@ def job_from_args(args: argparse.Namespace) -> tuple[Job, dict[str, str]]:
     return resolve_job(args.job, flags, names)
 
 
-def plan_job(job: Job, origins: Mapping[str, str], python: str | None, top: int) -> PlanOutcome:
-    """Plan a resolved job on this machine; the planner's refusals become usage errors."""
-    return _asked(make_plan, _with_pinned_batch(plan_inputs(job, origins, python, top)))
+def plan_job(
+    job: Job,
+    origins: Mapping[str, str],
+    python: str | None,
+    top: int,
+    *,
+    trace: bool = True,
+    narrator: Narrator | None = None,
+    explain: bool = False,
+) -> PlanOutcome:
+    """Plan a resolved job on this machine; arguments as of ``plan_inputs`` and ``make_plan``, whose errors it raises.
+
+    The planner's refusals become usage errors.
+    """
+    inputs = plan_inputs(job, origins, python, top, trace=trace, narrator=narrator)
+    return answered(partial(make_plan, explain=explain), _with_pinned_batch(inputs))
 
 
-def _asked(planner: Callable[[PlanInput], Answer], inputs: PlanInput) -> Answer:
+def answered(planner: Callable[[PlanInput], Answer], inputs: PlanInput) -> Answer:
+    """What the planner answers; its refusals as usage errors."""
     try:
         return planner(inputs)
     except PinError as error:
@@ -140,8 +226,3 @@ def _with_pinned_batch(inputs: PlanInput) -> PlanInput:
         )
     origins = {**inputs.origins, "global_batch": "pins micro_batch, grad_accum"}
     return replace(inputs, job=job.model_copy(update={"global_batch": product}), origins=origins)
-
-
-def job_file_of(path: str) -> Path | None:
-    """``path`` as a job file, when it looks like one."""
-    return Path(path) if path.endswith((".yaml", ".yml")) else None

@@ -112,6 +112,16 @@ def alive(pid: int, create_time: float) -> bool:
     return look is not None and not look.dead and abs(look.create_time - create_time) < tolerance_s
 
 
+def stopped(pids: Collection[int]) -> list[int]:
+    """Those that somebody has stopped, with SIGSTOP or a debugger: they wait to be continued."""
+    found: list[int] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            if psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                found.append(pid)
+    return sorted(found)
+
+
 def members(
     *,
     root: int | None = None,

@@ -42,7 +42,7 @@ def write_run(folder: Path, files: Mapping[str, str], *, overwrite: bool = False
         for name, text in files.items():
             _write_file(staging / name, text)
         staging.chmod(0o777 & ~_umask())
-        _swap(staging, folder)
+        _swap(staging, folder, overwrite)
     except OSError as error:
         raise _lacks(folder, error) from None
     finally:
@@ -81,7 +81,11 @@ def _check_target(folder: Path, overwrite: bool) -> None:
     if is_alive(folder):
         raise UsageError(f"the run in {folder} is still going; stop it first")
     if not overwrite:
-        raise UsageError(f"{folder} holds a run already; name another folder, or overwrite it")
+        raise _taken(folder)
+
+
+def _taken(folder: Path) -> UsageError:
+    return UsageError(f"{folder} holds a run already; name another folder, or overwrite it")
 
 
 def _write_file(path: Path, text: str) -> None:
@@ -91,11 +95,16 @@ def _write_file(path: Path, text: str) -> None:
         path.chmod(0o777 & ~_umask())
 
 
-def _swap(staging: Path, folder: Path) -> None:
+def _swap(staging: Path, folder: Path, overwrite: bool) -> None:
     """Put ``staging`` in the place of ``folder``, and put the old one back if that fails."""
-    if not folder.exists():
-        staging.rename(folder)
+    try:
+        staging.rename(folder)  # also onto an empty folder, and never onto what another wrote meanwhile
         return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if not overwrite:
+            raise _taken(folder) from None
     old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
     old.rmdir()
     folder.rename(old)

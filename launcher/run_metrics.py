@@ -116,7 +116,7 @@ def parse_row(line: bytes | str) -> Mapping[str, Any] | None:
     """One line of metrics.jsonl, or None when it is not a JSON object."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return cast("Mapping[str, Any]", row) if isinstance(row, dict) else None
 
@@ -179,16 +179,21 @@ def per_rank(row: Mapping[str, Any], name: str) -> list[int | None]:
     return [as_integer(item) for item in values]
 
 
+def resident_base(start: Mapping[str, Any]) -> list[int | None]:
+    """Resident memory of each rank at its start row, which growth is counted from."""
+    return per_rank(start, "rss_bytes" if "rss_bytes" in start else "peak_rss_bytes")
+
+
+def resident_growth(row: Mapping[str, Any], base: Sequence[int | None]) -> list[int | None]:
+    """By how much each rank's resident memory has grown since its start row."""
+    pairs = zip(per_rank(row, "peak_rss_bytes"), base, strict=False)
+    return [None if now is None or before is None else now - before for now, before in pairs]
+
+
 def _peak(steps: Sequence[Mapping[str, Any]], name: str) -> int | None:
     return max((v for row in steps for v in per_rank(row, name) if v), default=None)
 
 
 def _growth(start: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> int | None:
-    base = per_rank(start, "rss_bytes" if "rss_bytes" in start else "peak_rss_bytes")
-    grown = [
-        now - before
-        for row in steps
-        for now, before in zip(per_rank(row, "peak_rss_bytes"), base, strict=False)
-        if now is not None and before is not None
-    ]
-    return max((g for g in grown if g > 0), default=None)
+    grown = [value for row in steps for value in resident_growth(row, resident_base(start))]
+    return max((value for value in grown if value is not None and value > 0), default=None)

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -23,13 +24,24 @@ LOG = "log.txt"
 METRICS = "metrics.jsonl"
 RUN = "run.json"
 OUTCOME = "outcome.json"
+DATA = "data.json"
+"""What the check of the data found, lengths among it."""
+NOTES = ".notes.json"
+"""What the supervisor has to say while the run goes on: name -> sentence."""
+NEXT = ".next"
+"""Files of a plan that takes the place of the folder's own when the run is started again."""
 STOP_REQUEST = ".stop.json"
+CHECKPOINTS = "checkpoints"
+MODEL = "model"
+"""Where train.py saves the trained model at the end."""
 LOCK = ".run.lock"
 ATTEMPTS = "attempts"
 RESERVE = ".outcome.reserve"
 RESERVE_BYTES = 32 << 10
 """Kept on the disk for outcome.json, so that a run that filled the disk can still say so."""
 RUN_SCHEMA = "trlfit.run/1"
+RESUME = "RESUME"
+"""Environment variable that tells train.py to go on from its last checkpoint."""
 MARKER = "TRLFIT_RUN"
 """Environment variable of every process of a run; its value is the resolved folder."""
 
@@ -67,6 +79,13 @@ class RunRecord:
     oom_kills: Mapping[str, int]
     """The kernel's out-of-memory counters when the run started."""
     grace_s: float
+    attempt: int = 1
+    """Counts what one launch started: more than 1 after an automatic retry."""
+    retries_left: int = 0
+    resumed_from: str | None = None
+    """Name of the checkpoint that the training goes on from."""
+    change: str | None = None
+    """What a retry altered, as one sentence."""
 
     @property
     def boot(self) -> Boot:
@@ -113,9 +132,11 @@ def utc_now() -> str:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object from a file, or None when it is missing, unreadable or something else."""
+    if not path.is_file():
+        return None  # a pipe would be waited for
     try:
         data = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None  # pyright: ignore[reportUnknownVariableType]
 
@@ -132,10 +153,19 @@ def write_beside(path: Path, data: Mapping[str, Any]) -> None:
     Raises:
         OSError: the folder is read-only or the disk is full; nothing is left behind.
     """
+    replace_text(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write text next to ``path`` and rename.
+
+    Raises:
+        OSError: the folder is read-only or the disk is full; nothing is left behind.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with part.open("w") as file:
-            file.write(json.dumps(data, indent=2, allow_nan=False) + "\n")
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
@@ -201,23 +231,74 @@ def _claim_by_name(folder: Path) -> bool:
     return True
 
 
-def set_aside(folder: Path) -> None:
+def set_aside(folder: Path, outcome: Mapping[str, Any] | None = None, *, anew: bool = False) -> None:
     """Move what an earlier attempt left into ``attempts/N/``, so that a new one starts clean.
+
+    A plan that waits in ``.next`` then takes the place of the folder's files, which are kept there too. Whatever
+    moment this is killed at, the next start completes it.
+
+    Args:
+        folder: The run folder.
+        outcome: Of an attempt whose supervisor goes on with the next: it is kept with the attempt, and run.json stays
+            until it is replaced, so that a reader finds the run running throughout.
+        anew: The training starts from the beginning: checkpoints and model are the earlier attempt's, which the trainer
+            would rotate away and overwrite, and a later resume would take for its own.
 
     Raises:
         OSError: the folder is read-only.
     """
-    (folder / STOP_REQUEST).unlink(missing_ok=True)
-    old = [folder / name for name in (LOG, METRICS, RUN, OUTCOME) if (folder / name).exists()]
-    if not old:
+    for name in (STOP_REQUEST, NOTES):
+        (folder / name).unlink(missing_ok=True)
+    names = [LOG, METRICS, RUN, OUTCOME, *((CHECKPOINTS, MODEL) if anew else ())]
+    old = [folder / name for name in names if (folder / name).exists()]
+    pending = sorted((folder / NEXT).iterdir()) if (folder / NEXT).is_dir() else []
+    if not old and not pending:
         return
     number = 1
     while (folder / ATTEMPTS / str(number)).exists():
         number += 1
     target = folder / ATTEMPTS / str(number)
     target.mkdir(parents=True)
+    if outcome is not None:
+        write_beside(target / OUTCOME, outcome)
     for path in old:
-        path.rename(target / path.name)
+        if outcome is not None and path.name == RUN:
+            shutil.copy2(path, target)
+        else:
+            path.rename(target / path.name)
+    for path in pending:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copy2(folder / path.name, target)
+        path.replace(folder / path.name)
+    with contextlib.suppress(OSError):
+        (folder / NEXT).rmdir()
+
+
+def stage_next(folder: Path, files: Mapping[str, str]) -> None:
+    """Put the files of a plan into ``.next``, whole or not at all; ``set_aside`` puts them in place.
+
+    Raises:
+        OSError: the folder is read-only or the disk is full; nothing is left behind.
+    """
+    part = folder / f"{NEXT}.{os.getpid()}"
+    for left in folder.glob(f"{NEXT}.*"):
+        shutil.rmtree(left, ignore_errors=True)  # by one that was killed
+    try:
+        part.mkdir()
+        for name, text in files.items():
+            (part / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+            if name.endswith(".sh"):
+                (part / name).chmod((folder / name).stat().st_mode if (folder / name).exists() else 0o755)
+        forget_next(folder)
+        part.rename(folder / NEXT)
+    except OSError:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def forget_next(folder: Path) -> None:
+    """Drop a plan that waits."""
+    shutil.rmtree(folder / NEXT, ignore_errors=True)
 
 
 def last_write_s(folder: Path) -> float | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from launcher import processes
+from launcher.checkpoints import disk_need, last_checkpoint
 from launcher.errors import EnvironmentLacks, TrainingFailed, UsageError
 from launcher.judgement import Circumstances
 from launcher.outcomes import Outcome
@@ -25,7 +26,9 @@ from launcher.run_metrics import as_integer, as_mapping, read_metrics
 from launcher.run_record import (
     COMMAND,
     METRICS,
+    NOTES,
     OUTCOME,
+    PLAN,
     RUN,
     SILENT_S,
     STOP_REQUEST,
@@ -40,6 +43,7 @@ from launcher.run_record import (
     write_beside,
 )
 from launcher.settling import KILLED, judge, last_write, settle, timed
+from launcher.watchdog import room_problem
 from planner.units import format_bytes, format_seconds
 
 Stage = Literal["written", "running", "finished", "stale"]
@@ -97,26 +101,42 @@ class RunHandle:
             time.sleep(0.05)
 
 
-def start_run(folder: Path, *, detach: bool, grace_s: float = GRACE_S) -> RunHandle:
+def start_run(
+    folder: Path,
+    *,
+    detach: bool,
+    grace_s: float = GRACE_S,
+    hang_after_s: float | None = None,
+    resume: bool = False,
+    retries: int = 0,
+) -> RunHandle:
     """Start ``bash command.sh`` under a supervisor that outlives this process and its terminal.
 
     Args:
         folder: A run folder. What an earlier attempt left moves to ``attempts/N/``.
         detach: The caller will not follow: wait a moment and report a command that ends at once.
         grace_s: Seconds between TERM and KILL when the run is stopped.
+        hang_after_s: Seconds of silence that end it as hung; None follows the steps, infinity is never.
+        resume: Go on from its newest whole checkpoint.
+        retries: Times that it starts again by a smaller plan after it ran out of memory.
 
     Raises:
-        UsageError: not a run folder, or its run is live.
+        UsageError: not a run folder, its run is live, or there is no checkpoint to go on from.
         EnvironmentLacks: the folder cannot be written, its disk is full, or bash is missing.
         TrainingFailed: with ``detach``, the command ended at once and not well.
     """
     folder = folder.resolve()
+    if resume and (folder / COMMAND).is_file() and last_checkpoint(folder) is None:
+        raise UsageError(f"{folder} holds no whole checkpoint to go on from; leave out --resume to start anew")
     _check_startable(folder)
+    terms = ["--grace", str(grace_s), "--auto-retry", str(retries), *(["--resume"] if resume else [])]
+    if hang_after_s is not None:
+        terms += ["--hang-after", str(hang_after_s)]
     # The supervisor's own folder is ours, so that -m finds us; nothing reaches the training's path.
     root = Path(__file__).resolve().parent.parent
     command = [sys.executable, "-m", "launcher.supervisor", str(folder), "--detach"]
     with subprocess.Popen(
-        [*command, "--grace", str(grace_s)],
+        [*command, *terms],
         cwd=root,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -166,8 +186,12 @@ def run_state(folder: Path, *, boot: Boot | None = None, wait_s: float = GRACE_S
     host = replace(host, boot=boot) if boot else host
     if not record.is_here(host):
         return _elsewhere(folder, record)
+    if _is_copy(folder, record):
+        return _copied(folder, record)
     if record.is_supervised(host):
-        return RunState(folder=folder, stage="running", record=record)
+        notes = as_mapping(read_json(folder / NOTES))
+        note = "; ".join(str(sentence) for sentence in notes.values()) or None
+        return RunState(folder=folder, stage="running", record=record, note=note)
     return _bury(folder, record, host, wait_s)
 
 
@@ -208,20 +232,6 @@ def stop_run(folder: Path, grace_s: float = GRACE_S) -> RunState:
     return run_state(folder)
 
 
-def list_runs(root: Path) -> list[RunState]:
-    """States of the run folders directly under ``root``, the last started first."""
-    try:
-        folders = [path for path in root.iterdir() if (path / COMMAND).is_file()]
-    except OSError:
-        return []
-    states = [run_state(folder, wait_s=0.5) for folder in folders]
-
-    def newest(state: RunState) -> tuple[str, str]:
-        return (state.record.started_at if state.record else "", state.folder.name)
-
-    return sorted(states, key=newest, reverse=True)
-
-
 def _check_startable(folder: Path) -> None:
     if not (folder / COMMAND).is_file():
         raise UsageError(f"no {COMMAND} in {folder}: write the run first with trlfit write")
@@ -233,6 +243,9 @@ def _check_startable(folder: Path) -> None:
         raise EnvironmentLacks(
             f"only {format_bytes(free)} free on the disk of {folder}: free some space or write the run elsewhere"
         )
+    problem, _ = room_problem(folder, disk_need(read_json(folder / PLAN)))
+    if problem is not None:
+        raise EnvironmentLacks(f"{problem}: free some space, write the run elsewhere, or save none (save_strategy: no)")
 
 
 def _live(folder: Path, record: RunRecord | None) -> UsageError:
@@ -296,6 +309,20 @@ def _elsewhere(folder: Path, record: RunRecord) -> RunState:
     if outcome.kind == "killed":
         outcome = replace(outcome, kind="node_lost", sentence=f"node lost: {lost}")
     # Not written: the host may only be cut off, and will then write its own.
+    return RunState(folder=folder, stage="stale", record=record, outcome=outcome, note=lost)
+
+
+def _is_copy(folder: Path, record: RunRecord) -> bool:
+    """Whether the run belongs to another folder here, of which this is a copy made while it went on."""
+    if record.folder == str(folder):
+        return False
+    there = read_record(Path(record.folder))
+    return there is not None and there.id == record.id
+
+
+def _copied(folder: Path, record: RunRecord) -> RunState:
+    lost = f"this is a copy of {record.folder}, made before its end"
+    outcome = timed(judge(folder, None, None, Circumstances(lost=lost)), record, last_write(folder))
     return RunState(folder=folder, stage="stale", record=record, outcome=outcome, note=lost)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
+import time
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Literal
 
 from launcher import history, processes
 from launcher.judgement import Circumstances
+from launcher.kernel_log import kills_since
 from launcher.log_evidence import read_tail
 from launcher.outcomes import Outcome, classify
 from launcher.processes import KillReport
@@ -17,6 +19,7 @@ from launcher.run_metrics import Predicted, as_integer, as_mapping, read_metrics
 from launcher.run_record import (
     LOG,
     METRICS,
+    NOTES,
     OUTCOME,
     PLAN,
     RESERVE,
@@ -27,8 +30,11 @@ from launcher.run_record import (
     utc_now,
     write_beside,
 )
+from launcher.watchdog import free_bytes
 
 KILLED = "its supervisor was killed"
+INITIAL_NAMESPACE = "pid:[4026531836]"
+"""Where pids are those of the kernel's log (PROC_PID_INIT_INO, include/linux/proc_ns.h)."""
 
 
 def judge(folder: Path, exit_code: int | None, number: int | None, around: Circumstances) -> Outcome:
@@ -46,7 +52,7 @@ def judge(folder: Path, exit_code: int | None, number: int | None, around: Circu
         read_tail(folder / LOG),
         read_metrics(folder / METRICS),
         Predicted.from_plan(read_json(folder / PLAN)),
-        replace(around, nodes=_planned_nodes(folder), free_bytes=_free_bytes(folder)),
+        replace(around, nodes=_planned_nodes(folder), free_bytes=free_bytes(folder)),
     )
 
 
@@ -100,7 +106,7 @@ def settle(
         report = _end_leftovers(folder, record, at_once=by == "guard")
     if outcome := history.find_end(record.id):
         return outcome
-    around = Circumstances(lost=lost, oom_kills=oom_kills_since(record) if same_boot else {})
+    around = replace(kernel_kills_since(record) if same_boot else Circumstances(), lost=lost)
     outcome = replace(
         timed(judge(folder, None, None, around), record, ended_at),
         by=by,
@@ -119,7 +125,8 @@ def keep_outcome(folder: Path, record: RunRecord, outcome: Outcome) -> list[str]
     """
     problems: list[str] = []
     try:
-        (folder / RESERVE).unlink(missing_ok=True)  # its blocks are for what follows
+        for name in (RESERVE, NOTES):
+            (folder / name).unlink(missing_ok=True)  # the reserve's blocks are for what follows
         write_beside(folder / OUTCOME, outcome.to_json())
     except OSError as problem:
         problems.append(f"cannot write {OUTCOME} in {folder}: {problem.strerror}")
@@ -130,10 +137,33 @@ def keep_outcome(folder: Path, record: RunRecord, outcome: Outcome) -> list[str]
     return problems
 
 
-def oom_kills_since(record: RunRecord) -> dict[str, int]:
-    """Kernel out-of-memory kills since a run of this boot started."""
+def kernel_kills_since(record: RunRecord, pids: Collection[int] = ()) -> Circumstances:
+    """What the kernel has on record about a run of this boot: counters, and its log where that can be read.
+
+    Args:
+        record: The run's record.
+        pids: Processes that were seen to belong to the run. Where the log names others alone, what the whole machine's
+            counter has gained was somebody else's.
+    """
     now = processes.oom_kills()
-    return {name: now[name] - count for name, count in record.oom_kills.items() if name in now}
+    counts = {name: now[name] - count for name, count in record.oom_kills.items() if name in now}
+    if not any(counts.values()):
+        return Circumstances(oom_kills=counts)
+    kills = kills_since(_monotonic(record.started_at))
+    if not kills or not pids or record.pid_namespace != INITIAL_NAMESPACE:
+        return Circumstances(oom_kills=counts)
+    own = [kill for kill in kills if kill.pid in pids]
+    if not own:
+        counts.pop("machine", None)
+    return Circumstances(oom_kills=counts, kernel_kill=max(own, key=lambda kill: kill.resident_bytes, default=None))
+
+
+def _monotonic(started_at: str) -> float:
+    """A time of the wall clock on that of ``time.monotonic``, a little early."""
+    try:
+        return time.monotonic() - (time.time() - datetime.fromisoformat(started_at).timestamp()) - 1.0
+    except (TypeError, ValueError):  # run.json was edited
+        return 0.0
 
 
 def _end_leftovers(folder: Path, record: RunRecord, *, at_once: bool) -> KillReport:
@@ -146,13 +176,6 @@ def _end_leftovers(folder: Path, record: RunRecord, *, at_once: bool) -> KillRep
         marker=marker_of(folder),
         grace_s=record.grace_s,
     )
-
-
-def _free_bytes(folder: Path) -> int | None:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None
 
 
 def _planned_nodes(folder: Path) -> int:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, cast
 
-from launcher.errors import EnvironmentLacks, ProbeFailed
+from launcher.measuring import ask_child
 from planner.architecture import Architecture
 from planner.coefficients_json import (
     MODES,
@@ -23,6 +15,7 @@ from planner.coefficients_json import (
     is_masked,
     option_key,
     pack_line,
+    runs_on_cpu,
     shape_hash,
     window_of,
 )
@@ -32,11 +25,8 @@ TIME_LIMIT_S = 300.0
 SHORTEST_WINDOW = 1024
 """Windows below this are always exceeded in training; only above it sequences inside the window are traced apart."""
 
-_SCRIPT = Path(__file__).with_name("children") / "trace_model.py"
-_MAX_ANSWER_BYTES = 32 * 2**20
-
 Progress = Callable[[int, int, float], None]
-"""Called with (sets done, sets asked for, seconds so far)."""
+"""Called with (sets done, sets asked for, seconds so far); with 0 done when the child starts."""
 
 
 def trace(
@@ -64,7 +54,26 @@ def trace(
         ProbeFailed: the child crashed or took too long.
     """
     asked, request = request_for(architecture, options)
-    return document_of(architecture, asked, _ask(python or sys.executable, request, limit_s, progress))
+
+    started = time.monotonic()
+
+    def step(done: int, of: int, _what: str, _seconds: float) -> None:
+        if progress is not None and done:
+            progress(done, of, time.monotonic() - started)  # the child's own clock leaves out its start
+
+    if progress is not None:
+        progress(0, len(asked), 0.0)
+    answer = ask_child(
+        "trace_model.py",
+        request,
+        python=python,
+        limit_s=limit_s,
+        environment={"OMP_NUM_THREADS": "1"},
+        progress=step,
+        what="trace",
+        otherwise="the formulas still hold",
+    )
+    return document_of(architecture, asked, answer)
 
 
 Asked = Sequence[tuple[str, bool]]
@@ -85,7 +94,7 @@ def request_for(architecture: Architecture, options: Iterable[ActivationOptions]
         "first_layers": [architecture.order.index(kind) for kind in range(len(architecture.kinds))],
         "window": window,
         "loops": any(kind.attention == "linear" for kind in architecture.kinds),
-        "sets": [{"options": _plain(wanted[key]), "within": within} for key, within in asked],
+        "sets": [{"options": _plain(architecture, wanted[key]), "within": within} for key, within in asked],
     }
 
 
@@ -94,8 +103,8 @@ def _knows_window(window: int, options: ActivationOptions) -> bool:
     return window >= SHORTEST_WINDOW and options.attention == "sdpa" and not options.masked
 
 
-def _plain(options: ActivationOptions) -> dict[str, object]:
-    return asdict(replace(options, masked=is_masked(options)))
+def _plain(architecture: Architecture, options: ActivationOptions) -> dict[str, object]:
+    return asdict(replace(options, masked=is_masked(options), mask_bias=not runs_on_cpu(architecture, options)))
 
 
 def document_of(architecture: Architecture, asked: Asked, answer: Mapping[str, Any]) -> CoefficientDocument:
@@ -120,8 +129,11 @@ def _packed(longer: Mapping[str, Any], shorter: Mapping[str, Any] | None) -> dic
     if refused:
         return {"refused": refused}
     out: dict[str, Any] = {}
-    for name in ("model_saved", "final_norm_saved"):
-        out[name] = _apart([longer[name]], [shorter[name]] if shorter else None)
+    for name in ("model_saved", "model_saved_none", "final_norm_saved"):
+        if name in longer:
+            out[name] = _apart([longer[name]], [shorter[name]] if shorter else None)
+    if out.get("model_saved_none") == out["model_saved"]:
+        del out["model_saved_none"]
     out["layers"] = [
         {mode: _packed_mode(layer[mode], shorter["layers"][kind][mode] if shorter else None) for mode in MODES}
         for kind, layer in enumerate(longer["layers"])
@@ -141,86 +153,3 @@ def _apart(longer: Sequence[Sequence[float]], shorter: Sequence[Sequence[float]]
     packed = [pack_line(line) for line in longer]
     other = packed if shorter is None else [pack_line(line) for line in shorter]
     return packed if other == packed else {"shorter": other, "longer": packed}
-
-
-def _ask(python: str, request: Mapping[str, object], limit_s: float, progress: Progress | None) -> dict[str, Any]:
-    """Run the child; it and all that it started are gone when this returns, however it returns."""
-    with tempfile.TemporaryFile() as output:
-        try:
-            process = subprocess.Popen(
-                [python, str(_SCRIPT)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-            )
-        except OSError as error:
-            raise EnvironmentLacks(
-                f"cannot start the training Python {python}: {error.strerror}; name one with --python"
-            ) from None
-        try:
-            said = _follow(process, json.dumps(request).encode(), limit_s, progress)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        output.seek(0)
-        return _answer(output.read(_MAX_ANSWER_BYTES), process.returncode, said, python)
-
-
-def _follow(process: subprocess.Popen[bytes], request: bytes, limit_s: float, progress: Progress | None) -> list[str]:
-    """Hand over the request, pass progress on, and return what else was said."""
-    assert process.stdin is not None and process.stderr is not None
-    late = threading.Event()
-
-    def give_up() -> None:
-        late.set()
-        os.killpg(process.pid, signal.SIGKILL)
-
-    timer = threading.Timer(limit_s, give_up)
-    timer.daemon = True
-    timer.start()
-    said: list[str] = []
-    started = time.monotonic()
-    try:
-        try:
-            process.stdin.write(request)
-            process.stdin.close()
-        except BrokenPipeError:
-            pass  # It ended before it read; what it said comes below.
-        for line in process.stderr:
-            step = _progress_of(line)
-            if step is None:
-                said.append(line.decode("utf-8", "replace").strip())
-            elif progress is not None:
-                progress(step[0], step[1], time.monotonic() - started)
-        process.wait()
-    finally:
-        timer.cancel()
-        process.stderr.close()
-    if late.is_set():
-        raise ProbeFailed(f"the trace took longer than {limit_s:g} s and was ended; the formulas still hold")
-    return said
-
-
-def _progress_of(line: bytes) -> tuple[int, int] | None:
-    try:
-        step: Any = json.loads(line)
-        return int(step["done"]), int(step["of"])
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
-def _answer(output: bytes, code: int, said: Sequence[str], python: str) -> dict[str, Any]:
-    try:
-        document: Any = json.loads(output)
-    except ValueError:
-        document = None
-    if not isinstance(document, dict):
-        last = next((line for line in reversed(said) if line), "it said nothing")
-        raise ProbeFailed(f"the trace failed in {python} (exit code {code}): {last[:300]}")
-    answer = cast("dict[str, Any]", document)
-    if "error" in answer:
-        raise EnvironmentLacks(str(answer["error"]["message"]))
-    return answer

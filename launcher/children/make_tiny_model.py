@@ -98,7 +98,7 @@ def build_model(args: argparse.Namespace, tokenizer):
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(args.seed)
-    return model_class(config)
+    return model_class(config).to(getattr(torch, args.dtype))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -117,6 +117,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-positions", type=int, default=512)
     parser.add_argument("--untied", action="store_true", help="an output head of its own")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the saved weights")
     args = parser.parse_args(argv)
     if args.vocab < 259:
         parser.error("--vocab must be at least 259: 256 bytes and 3 marks")

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from trace_fake import like
 from transformers import CONFIG_MAPPING, AutoModel
 from transformers.initialization import no_init_weights
 
@@ -186,17 +187,16 @@ def _in_adapter(parent: torch.nn.Module) -> bool:
     return isinstance(parent, torch.nn.ModuleDict)
 
 
-def make_fake(model: torch.nn.Module) -> None:
-    """Swap meta parameters and buffers for fake CPU ones; call it under ``FakeTensorMode``."""
+def make_hollow(model: torch.nn.Module) -> None:
+    """Swap meta parameters and buffers for hollow ones; what is shared stays shared."""
     twins: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
             if id(parameter) not in twins:
-                fake = torch.empty(parameter.shape, dtype=parameter.dtype)
-                twins[id(parameter)] = torch.nn.Parameter(fake, requires_grad=parameter.requires_grad)
+                twins[id(parameter)] = torch.nn.Parameter(like(parameter), requires_grad=parameter.requires_grad)
             module._parameters[name] = twins[id(parameter)]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+                module._buffers[name] = like(buffer)

@@ -1,4 +1,4 @@
-"""Stand-ins for what a GPU would run: attention and dropout kernels with the tensors that they really keep.
+"""Stand-ins for what a GPU would run: attention, dropout and autocast with the tensors that they really keep.
 
 A fake CPU tensor would take CPU kernels. Attention goes to the operators that CUDA takes (flash without a mask, memory
 efficient with one, the mask turned into a bias), whose shapes torch knows without a GPU.
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as functional
+from trace_autocast import cuda_autocast
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -78,9 +79,12 @@ def flash_attention_2(
     """The attention function of the flash-attn package: keeps queries, keys, values, output and log-sum-exp."""
     if query.dtype == torch.float32 and torch.is_autocast_enabled("cpu"):
         query, key, value = _lowered(query, key, value)
-    if value.shape[-1] != query.shape[-1]:
-        value = functional.pad(value, [0, query.shape[-1] - value.shape[-1]])
-    return _flash(query, key, value, scaling).transpose(1, 2), None
+    width = value.shape[-1]
+    if width != query.shape[-1]:
+        value = functional.pad(value, [0, query.shape[-1] - width])
+    # It keeps the same within a window and computes less, which no operator of torch's says.
+    query.store.window = sliding_window or 0
+    return _flash(query, key, value, scaling)[..., :width].transpose(1, 2), None
 
 
 def _fused_dropout(input, p=0.5, training=True, inplace=False):
@@ -92,7 +96,7 @@ def gpu_kernels(*, cpu_attention: bool) -> Iterator[None]:
     """Inside, transformers and PEFT meet the stand-ins.
 
     Args:
-        cpu_attention: leave SDPA to torch's own CPU kernels, for a plan of a run without a GPU.
+        cpu_attention: leave SDPA and autocast as they are on a CPU, for a plan of a run without a GPU.
     """
     sdpa, dropout = functional.scaled_dot_product_attention, functional.dropout
     packed = masking_utils.find_packed_sequence_indices
@@ -100,10 +104,13 @@ def gpu_kernels(*, cpu_attention: bool) -> Iterator[None]:
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = flash_attention_2
     functional.dropout = _fused_dropout
-    if not cpu_attention:
-        functional.scaled_dot_product_attention = cuda_sdpa
     try:
-        yield
+        if cpu_attention:
+            yield
+            return
+        functional.scaled_dot_product_attention = cuda_sdpa
+        with cuda_autocast():
+            yield
     finally:
         functional.scaled_dot_product_attention, functional.dropout = sdpa, dropout
         masking_utils.find_packed_sequence_indices = packed

@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
+import gc
 import json
 import logging
 import sys
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+# Collections cost a quarter of the time, and tensors whose release waited for one would make the bytes of a step depend
+# on what ran before it.
+gc.disable()
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 
+# Triton kernels need a GPU: linear attention is traced as transformers writes it in torch operators.
+sys.modules.update(dict.fromkeys(("fla", "causal_conv1d")))
+
 try:
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from trace_build import Refused, Stack, add_adapters, attention_of, build, make_fake, quantise
-    from trace_fake import ShortWay
-    from trace_fit import at, chords, envelope, fit, partners, slope_in_r
+    from child_guard import read_request, say, seconds, versions
+    from trace_build import Refused, Stack, add_adapters, attention_of, build, make_hollow, quantise
+    from trace_fit import NEGLIGIBLE, at, chords, envelope, fit, fit_work, partners, slope_in_r
     from trace_kernels import gpu_kernels
     from trace_track import WORK, Tracker
 except ImportError as missing:
@@ -78,10 +82,8 @@ class Traced:
             self.model = add_adapters(stack.body, options, r)
         if options["quantised"]:
             quantise(stack.layers)
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.way = ShortWay(self.fake)
-        with self.fake:
-            make_fake(self.model)
+        make_hollow(self.model)
+        self.parameters = list(self.model.parameters())
         self._listen()
         self.tracker: Tracker | None = None
 
@@ -143,14 +145,15 @@ class Traced:
         finally:
             body.__dict__.pop("gradient_checkpointing_enable", None)
             body.gradient_checkpointing_disable()
+            # It made the embedding's output need a gradient, which switching it off does not take back.
+            if hasattr(body, "_require_grads_hook"):
+                body.disable_input_require_grads()
 
     def step(self, length: int) -> Step:
         """One forward and backward of one sequence of ``length`` tokens."""
-        parameters = list(self.model.parameters())
-        adapters = {id(p) for name, p in self.model.named_parameters() if "lora_" in name}
-        tracker = self.tracker = Tracker(parameters, adapters, self.way)
-        lowers = self.options["compute_bytes"] == 2
-        with self.fake, tracker:
+        tracker = self.tracker = Tracker(self.parameters)
+        lowers = self.options["compute_bytes"] == 2 and self.options["autocast"]
+        with tracker:
             ids = torch.zeros(1, length, dtype=torch.long)
             inputs = {"input_ids": ids}
             labels = torch.zeros(1, length, dtype=torch.long)
@@ -164,7 +167,7 @@ class Traced:
             tracker.enter(len(self.stack.layers), backward=True)
             loss.backward()
             tracker.enter(-1, backward=True)
-            for parameter in parameters:
+            for parameter in self.parameters:
                 parameter.grad = None
             del loss, labels, inputs, ids
         self.tracker = None
@@ -177,15 +180,22 @@ class Fitted:
     def __init__(self, stack: Stack, lengths: Sequence[int], steps: Sequence[Step], wide: Sequence[Step]) -> None:
         self.stack, self.lengths, self.steps, self.wide = stack, lengths, steps, wide
         self.not_affine: list[str] = []
+        self.bent = False
+        """A value at the length for the check is beside its line: it grows with the square, or not at all evenly."""
 
     def line(self, name: str, value) -> tuple[float, ...]:
         """``value(step)`` as a line, with its slope in the adapter's rank where there is one."""
         return self._line(name, [value(s) for s in self.steps], [value(s) for s in self.wide])
 
     def _line(self, name: str, values: Sequence[float], wide: Sequence[float]) -> tuple[float, ...]:
-        line = fit(self.lengths, values)
+        line = self._straight(values)
         self._check(name, at(line, self.lengths[-1], self.lengths[-1]), values[-1], 0)
         return self._in_r(line, values, wide)
+
+    def _straight(self, values: Sequence[float]) -> tuple[float, float, float]:
+        line, length = fit(self.lengths, values), self.lengths[-1]
+        self.bent |= abs(at(line, length, length) - values[-1]) > 3 * NEGLIGIBLE * abs(values[-1]) + 65536
+        return line
 
     def _in_r(self, line: tuple[float, ...], values: Sequence[float], wide: Sequence[float]) -> tuple[float, ...]:
         return line + slope_in_r(self.lengths, values, wide, RANKS[1] - RANKS[0]) if wide else line
@@ -212,25 +222,32 @@ class Fitted:
 
     def highest(self, name: str, phase: str, position: int, *, attention: bool = False) -> list[tuple[float, ...]]:
         """The highest moment of a layer above what the plan counts as kept then, as the highest of a few lines."""
-        runs: list[list[tuple[str, int]]] = []
+        runs: list[list[list[tuple[str, int]]]] = []
         for step in (*self.steps, *self.wide):
             base = self.below(step, position + (phase == "backward"))
-            start = step.attention_starts.get(position, 0) if attention else 0
-            seen = step.timelines[phase, position][start:]
-            runs.append([(operator, live - base) for operator, live in seen] or [("", 0)])
-        count = len(self.steps)
-        aligned, middle = self._moments(runs)
-        lines = [self._in_r(fit(self.lengths, values[:count]), values, values[count:]) for values in aligned]
-        if middle:
-            lines += [self._in_r(line, middle, middle[count:]) for line in chords(self.lengths, middle[:count])]
+            seen = [(operator, live - base) for operator, live in step.timelines[phase, position]]
+            # What loops over chunks does so on both sides of the MLP's backward, so each side has partners of its own.
+            turn = step.attention_starts.get(position, 0) if phase == "backward" else 0
+            runs.append([seen[turn:]] if attention else [seen[:turn], seen[turn:]])
+        lines = [line for part in zip(*runs, strict=True) for line in self._lines(part)] or [(0.0, 0.0, 0.0)]
         highest = envelope(lines)
         length = self.lengths[-1]
         predicted = max(at(line[:3], length, length) for line in highest)
-        self._check(name, predicted, max(live for _, live in runs[count - 1]), self.kept(position)(self.steps[-1]))
+        moments = [live for part in runs[len(self.steps) - 1] for _, live in part]
+        self._check(name, predicted, max(moments, default=0), self.kept(position)(self.steps[-1]))
         return highest
 
-    def _moments(self, runs: Sequence[Sequence[tuple[str, int]]]) -> tuple[list[list[int]], list[int]]:
-        """(each moment that all lengths share, at every length; the highest of the others at every length).
+    def _lines(self, runs: Sequence[Sequence[tuple[str, int]]]) -> list[tuple[float, ...]]:
+        count = len(self.steps)
+        aligned, middle, longer = self._moments(runs)
+        lines = [self._in_r(self._straight(values[:count]), values, values[count:]) for values in aligned]
+        if middle:
+            chain = chords(self.lengths[longer:], middle[longer:count])
+            lines += [self._in_r(line, middle, middle[count:]) for line in chain]
+        return lines
+
+    def _moments(self, runs: Sequence[Sequence[tuple[str, int]]]) -> tuple[list[list[int]], list[int], int]:
+        """(each moment that all lengths share, the highest of the others, how many lengths have no others).
 
         A loop over chunks runs more often at more tokens. Moments before and after it have partners, as long as they
         are affine; those of the loop itself have none, so their highest stands for them together. At the shortest
@@ -238,17 +255,18 @@ class Fitted:
         """
         operators = [[operator for operator, _ in run] for run in runs]
         if all(names == operators[0] for names in operators):
-            return [[run[index][1] for run in runs] for index in range(len(runs[0]))], []
+            return [[run[index][1] for run in runs] for index in range(len(runs[0]))], [], 0
         first, last = partners(operators)
         starts = self._while_affine([[run[index][1] for run in runs] for index in range(first)])
         ends = self._while_affine([[run[-1 - index][1] for run in runs] for index in range(last)])
         rest = [[live for _, live in run[len(starts) : len(run) - len(ends)]] for run in runs]
         highest = [max(run, default=0) for run in rest]
         count = len(self.steps)
+        # For the slope in the rank alone, which needs the two shortest lengths.
         for first, second in ((0, 1), (count, count + 1)):
             if len(highest) > second and not rest[first]:
                 highest[first] = highest[second] * self.lengths[0] // self.lengths[1]
-        return starts + ends, highest
+        return starts + ends, highest, 0 if rest[0] else 1
 
     def _while_affine(self, moments: list[list[int]]) -> list[list[int]]:
         length, count = self.lengths[-1], len(self.steps)
@@ -258,10 +276,15 @@ class Fitted:
                 return moments[:index]
         return moments
 
+    def work(self, position: int, part: str) -> tuple[float, ...]:
+        """What the layer at ``position`` computes or moves, as a line."""
+        values, wide = ([step.work[position][part] for step in steps] for steps in (self.steps, self.wide))
+        return self._in_r(fit_work(self.lengths, values), values, wide)
+
     def layer(self, kind: int, mode: str) -> dict[str, Any]:
         """Bytes and work of one kind."""
         position, name = self.stack.looked_at[kind], f"{kind}.{mode}"
-        work = {part: fit(self.lengths, [s.work[position][part] for s in self.steps], 0.5) for part in WORK}
+        work = {part: self.work(position, part) for part in WORK}
         return {
             "kept": [self.line(f"{name}.kept", self.kept(position))],
             "forward": self.highest(f"{name}.forward", "forward", position),
@@ -290,9 +313,11 @@ def lengths_of(request: Mapping[str, Any], options: Mapping[str, Any], *, within
         base = (window - 1) // 4 // 128 * 128
         return (base, 4 * base, 2 * base)
     # Linear attention without its kernels loops over chunks of 64 tokens, which takes its time.
-    base = max(512 if request["loops"] else 1024, -(-(window + 1) // 1024) * 1024)
+    base = max(256 if request["loops"] else 1024, -(-(window + 1) // 1024) * 1024 if window else 0)
     sdpa = options["attention"] == "sdpa"
-    if request["loops"] or options["attention"] == "eager" or options["masked"] or (window and sdpa):
+    # A CPU has no fused kernel for heads whose values are narrower than their keys.
+    squares = options["attention"] == "eager" or options["masked"] or (sdpa and (window or not options["mask_bias"]))
+    if request["loops"] or squares:
         return (base, 2 * base, 4 * base, 3 * base)
     return (base, 4 * base, 2 * base)
 
@@ -302,43 +327,45 @@ def trace_set(request: Mapping[str, Any], options: Mapping[str, Any], *, within:
     lengths = lengths_of(request, options, within=within)
     ranks = RANKS if options["lora_targets"] is not None else RANKS[:1]
     bodies = [Traced(request, options, r) for r in ranks]
-    stack = bodies[0].stack
-    layers: list[dict[str, Any]] = [{} for _ in request["first_layers"]]
-    outer: dict[str, tuple[float, ...]] = {}
-    not_affine: list[str] = []
+    seen: dict[tuple[int, str, int], Step] = {}
+
+    def step(body: int, mode: str, length: int) -> Step:
+        if (body, mode, length) not in seen:
+            with bodies[body].recomputing(mode):
+                seen[body, mode, length] = bodies[body].step(length)
+        return seen[body, mode, length]
+
+    def fitted(mode: str) -> Fitted:
+        steps = [step(0, mode, length) for length in lengths]
+        wide = [step(1, mode, length) for length in lengths[:2]] if len(bodies) > 1 else []
+        return Fitted(bodies[0].stack, lengths, steps, wide)
+
+    modes = [mode for mode in MODES if mode != "selective" or _selective() is not None]
     with gpu_kernels(cpu_attention=not options["mask_bias"]):
-        for mode in MODES:
-            if mode == "selective" and _selective() is None:
-                for layer in layers:
-                    layer[mode] = layer["full"]
-                continue
-            with bodies[0].recomputing(mode):
-                steps = [bodies[0].step(length) for length in lengths]
-            wide: list[Step] = []
-            for body in bodies[1:]:
-                with body.recomputing(mode):
-                    wide = [body.step(length) for length in lengths[:2]]
-            fitted = Fitted(stack, lengths, steps, wide)
-            for kind, layer in enumerate(layers):
-                layer[mode] = fitted.layer(kind, mode)
-            if mode == "full":
-                tail = len(stack.layers)
-                outer["model_saved"] = fitted.line("model_saved", fitted.outside)
-                outer["final_norm_saved"] = fitted.line("final_norm_saved", fitted.kept(tail))
-            not_affine += fitted.not_affine
-    return {"options": dict(options), "within": within, "layers": layers, **outer, "not_affine": not_affine}
+        found = _all_modes(request, {mode: fitted(mode) for mode in modes})
+        if found.pop("bent") and len(lengths) == 3:
+            # Something grows with the square after all, as a mask that the body makes and no layer reads.
+            lengths = (lengths[0], lengths[2], lengths[1], 3 * lengths[0])
+            found = _all_modes(request, {mode: fitted(mode) for mode in modes})
+            del found["bent"]
+    return {"options": dict(options), "within": within, **found}
 
 
-def _say(**what: object) -> None:
-    print(json.dumps(what), file=sys.stderr, flush=True)
-
-
-def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+def _all_modes(request: Mapping[str, Any], fitted: Mapping[str, Fitted]) -> dict[str, Any]:
+    """What is said of one set, and whether a straight line was too little for it."""
+    layers: list[dict[str, Any]] = [
+        {mode: fitted[mode if mode in fitted else "full"].layer(kind, mode) for mode in MODES}
+        for kind in range(len(request["first_layers"]))
+    ]
+    none, full = fitted["none"], fitted["full"]
+    return {
+        "layers": layers,
+        "model_saved": full.line("model_saved", full.outside),
+        "model_saved_none": none.line("model_saved_none", none.outside),
+        "final_norm_saved": full.line("final_norm_saved", full.kept(len(full.stack.layers))),
+        "not_affine": [name for mode in fitted.values() for name in mode.not_affine],
+        "bent": any(mode.bent for mode in fitted.values()),
+    }
 
 
 def trace(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -346,7 +373,7 @@ def trace(request: Mapping[str, Any]) -> dict[str, Any]:
     wanted = request["sets"]
     answers: list[dict[str, Any]] = []
     for index, entry in enumerate(wanted):
-        _say(done=index, of=len(wanted), seconds=round(time.perf_counter() - _STARTED, 1))
+        say(done=index, of=len(wanted), seconds=round(seconds(), 1))
         options, within = entry["options"], entry["within"]
         try:
             answers.append(trace_set(request, options, within=within))
@@ -357,16 +384,13 @@ def trace(request: Mapping[str, Any]) -> dict[str, Any]:
             said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             reason = f"the layers do not run on fake tensors ({said})"
             answers.append({"options": options, "within": within, "refused": reason})
-    _say(done=len(wanted), of=len(wanted), seconds=round(time.perf_counter() - _STARTED, 1))
-    return {"schema": "trlfit.trace/1", "versions": _versions(), "ranks": RANKS, "sets": answers}
-
-
-_STARTED = time.perf_counter()
+    say(done=len(wanted), of=len(wanted), seconds=round(seconds(), 1))
+    return {"schema": "trlfit.trace/1", "versions": versions(*PACKAGES), "ranks": RANKS, "sets": answers}
 
 
 def main() -> int:
     """Read, trace, print."""
-    request = json.load(sys.stdin)
+    request = read_request()
     # Libraries may print while they load; stdout is for the one document.
     with contextlib.redirect_stdout(sys.stderr):
         answer = trace(request)

@@ -1,21 +1,19 @@
 """Who holds how many bytes: follows every tensor storage of a fake step and says which layer's turn made it.
 
 A dispatch mode sees every operator. A storage counts from the operator that returns it until Python and autograd drop
-it, rounded up as the CUDA allocator rounds. Parameters never count. Low-precision copies of base weights that autocast
+it, rounded up as the CUDA allocator rounds. Parameters never count. Low-precision copies of weights that autocast
 makes in the forward are kept apart, because the plan counts them as a part of their own, and a parameter's gradient
 stops counting when the layer that made it has run backward, because the plan counts it at rest from then on.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from trace_fake import ShortWay
+from trace_fake import OPERATORS, Hollow, Known, Store
 
 ALLOCATION_BYTES = 512
 """The CUDA caching allocator hands out multiples of this."""
@@ -23,8 +21,7 @@ ALLOCATION_BYTES = 512
 BEFORE = -1
 """Owner of what is made before the first layer."""
 
-_ATEN = torch.ops.aten
-_DEVICE = torch.ops.prim.device.default
+_TO_COPY = torch.ops.aten._to_copy.default
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
 _GROUPED = {"_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"}
 _NO_KERNEL = {
@@ -45,13 +42,14 @@ WORK = (
 class Tracker(TorchDispatchMode):
     """Live bytes over one forward and one backward of a stack of layers."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], adapters: set[int], way: ShortWay) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         super().__init__()
-        self._run = way.run
         self._parameters = list(parameters)
-        self._weights = {_key(p): id(p) in adapters for p in self._parameters}
+        self._weights = frozenset(map(id, self._parameters))
+        for parameter in self._parameters:
+            parameter.store.parameter = True
         self._live: dict[int, tuple[int, int]] = {}
-        self._hidden: dict[int, tuple[int, int, bool]] = {}
+        self._hidden: dict[int, tuple[int, int]] = {}
         self.live_bytes = 0
         self._freed_casts = 0
         self.owner = BEFORE
@@ -59,8 +57,8 @@ class Tracker(TorchDispatchMode):
         self.timelines: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
         self.work: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(WORK, 0.0))
         self._timeline = self.timelines["forward", BEFORE]
+        self._work = self.work[BEFORE]
         self.attention_starts: dict[int, int] = {}
-        self._kinds: dict[object, str] = {}
 
     def enter(self, owner: int, *, backward: bool = False) -> None:
         """From here on storages belong to ``owner``, and the timeline is that layer's."""
@@ -68,6 +66,7 @@ class Tracker(TorchDispatchMode):
             self._hide_gradients()
         self.owner, self.backward, self._freed_casts = owner, backward, 0
         self._timeline = self.timelines["backward" if backward else "forward", owner]
+        self._work = self.work[owner]
 
     def attention_runs_backward(self, owner: int) -> None:
         """The MLP of ``owner`` has run backward; its attention block is next."""
@@ -76,13 +75,6 @@ class Tracker(TorchDispatchMode):
 
     def owned_bytes(self) -> dict[int, int]:
         """Live bytes by owner; call it when the forward, its autocast included, is over."""
-        # What autocast's cache no longer holds and is still here was saved for backward. Copies of adapters are not
-        # counted elsewhere.
-        for key, (size, owner, adapter) in list(self._hidden.items()):
-            if adapter:
-                del self._hidden[key]
-                self._live[key] = (size, owner)
-                self.live_bytes += size
         owned: dict[int, int] = defaultdict(int)
         for size, owner in self._live.values():
             owned[owner] += size
@@ -91,9 +83,10 @@ class Tracker(TorchDispatchMode):
     def _hide_gradients(self) -> None:
         for parameter in self._parameters:
             if parameter.grad is not None:
-                self._drop(_key(parameter.grad))
+                self._drop(parameter.grad.store)
 
-    def _drop(self, key: int) -> None:
+    def _drop(self, store: Store) -> None:
+        key = id(store)
         found = self._live.pop(key, None)
         if found is not None:
             self.live_bytes -= found[0]
@@ -102,17 +95,15 @@ class Tracker(TorchDispatchMode):
             # The plan counts a layer's copies until its backward is over; here they go one by one.
             self._freed_casts += hidden[0]
 
-    def _add(self, tensor: torch.Tensor, cast_of: bool | None, name: str) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._live or key in self._hidden or key in self._weights:
+    def _add(self, store: Store, name: str, *, of_weight: bool) -> None:
+        if store.watcher is not None or store.parameter:
             return
-        size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
-        weakref.finalize(storage, partial(self._drop, key)).atexit = False
-        if cast_of is not None and not self.backward:
-            self._hidden[key] = (size, self.owner, cast_of)
+        store.watcher = self._drop
+        size = -(-store.nbytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        if of_weight and not self.backward:
+            self._hidden[id(store)] = (size, self.owner)
             return
-        self._live[key] = (size, self.owner)
+        self._live[id(store)] = (size, self.owner)
         self.live_bytes += size
         self._timeline.append((name, self.live_bytes - self._freed_casts))
 
@@ -122,39 +113,37 @@ class Tracker(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is _DEVICE:
-            # Two of three calls only ask a fake tensor for its device.
-            return args[0].fake_device
-        kind = self._kinds.get(func)
-        if kind is None:
-            kind = self._kinds[func] = _kind_of(func)
-        out = self._run(func, args, kwargs or {})
-        if kind == "none":
+        out, known, new = OPERATORS.run(func, args, kwargs or {})
+        if known is None:
             return out
-        cast_of = None
-        if func is _ATEN._to_copy.default:
-            cast_of = self._weights.get(_key(args[0]))
-        for tensor in (out,) if isinstance(out, torch.Tensor) else _tensors(out):
-            self._add(tensor, cast_of, func._schema.name)
-        if kind != "view":
-            self._count(kind, func, args, out)
+        if new:
+            _price(known, func, args, out)
+        if known.fresh:
+            # A view of a weight is no leaf: its copy is in no cache of autocast's, and counts as any other tensor.
+            of_weight = func is _TO_COPY and id(args[0]) in self._weights
+            name = func._schema.name
+            for tensor in (out,) if isinstance(out, torch.Tensor) else _tensors(out):
+                self._add(tensor.store, name, of_weight=of_weight)
+        if known.counter is not None:
+            self._work["launches"] += 1
+            share = _share_in_window(args) if known.counter == "attention_flops" else 1.0
+            self._work[known.counter] += known.amount * share
         return out
 
-    def _count(self, kind: str, func, args, out) -> None:
-        work = self.work[self.owner]
-        work["launches"] += 1
-        if kind in ("matmul", "grouped"):
-            work["matmul_flops" if kind == "matmul" else "expert_flops"] += _matmul_flops(func, args)
-        elif kind == "attention":
-            masked, flops = _attention_flops(func, args)
-            work["masked_attention_flops" if masked else "attention_flops"] += flops
-        else:
-            moved = sum(map(_touched, _tensors(args))) + sum(map(_touched, _tensors((out,))))
-            work["elementwise_bytes"] += moved
 
-
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _price(known: Known, func, args, out) -> None:
+    """Note what the operator computes and moves."""
+    kind = _kind_of(func)
+    if kind == "matmul":
+        known.counter, known.amount = "matmul_flops", _matmul_flops(func, args)
+    elif kind == "grouped":
+        known.counter, known.amount = "expert_flops", _matmul_flops(func, args)
+    elif kind == "attention":
+        masked, flops = _attention_flops(func, args)
+        known.counter, known.amount = "masked_attention_flops" if masked else "attention_flops", flops
+    elif kind == "other":
+        moved = sum(map(_touched, _tensors(args))) + sum(map(_touched, _tensors((out,))))
+        known.counter, known.amount = "elementwise_bytes", float(moved)
 
 
 def _tensors(values):
@@ -167,13 +156,12 @@ def _tensors(values):
 
 def _touched(tensor: torch.Tensor) -> int:
     """Bytes read or written: an expanded tensor is read from what it really holds."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    nbytes = tensor.numel() * tensor.element_size()
+    return min(nbytes, tensor.store.nbytes) if isinstance(tensor, Hollow) else nbytes
 
 
 def _kind_of(func) -> str:
     name = func._schema.name.split("::")[-1]
-    if func.namespace == "prim" or name == "device":
-        return "none"
     if name in _MATMULS:
         return "matmul"
     if name in _GROUPED:
@@ -210,3 +198,9 @@ def _attention_flops(func, args) -> tuple[bool, float]:
     flops = 2.0 * pairs * (query.shape[3] + value.shape[3]) * (2.5 if backward else 1.0)
     masked = bias is not None
     return masked, flops if masked else flops / 2.0
+
+
+def _share_in_window(args) -> float:
+    """What a window leaves of a causal kernel's half square; the query says its window, before or behind a gradient."""
+    window, length = max(tensor.store.window for tensor in args[:2]), args[0].shape[2]
+    return 1.0 if not window or window >= length else (2.0 * length - window) * window / length**2

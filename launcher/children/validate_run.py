@@ -156,6 +156,7 @@ def load_script():
     spec = importlib.util.spec_from_file_location("train", "train.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["train"] = module  # dataset workers look functions up by this name
+    sys.dont_write_bytecode = True  # nothing is left in the run folder
     spec.loader.exec_module(module)
     return module
 

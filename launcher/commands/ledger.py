@@ -41,6 +41,7 @@ def ledger_document(one: OneChoice) -> dict[str, Any]:
         **document,
         "refusals": [{"rule": r.rule, "reason": r.reason, "why": r.why, "source": r.source} for r in one.refusals],
         "warnings": [*warnings, *host_warnings(one.problem, judge.memory_of(one.candidate))],
+        "notes": list(one.problem.inputs.notes),
     }
 
 
@@ -62,7 +63,7 @@ TEXTBOOK_FLAGS = (
 def _check_flags(args: argparse.Namespace) -> None:
     """Refuse flags that the other kind of ledger reads: ignored in silence, they would make its figures a lie."""
     if args.textbook:
-        foreign = [name for name in (*FLAG_FIELDS, "job", "python") if name != "seq_len"]
+        foreign = [name for name in (*FLAG_FIELDS, "job", "python", "trace") if name != "seq_len"]
         if args.model is not None:
             raise UsageError(f"--textbook counts stated sizes, not a model; drop {args.model}, or drop --textbook")
         hint = "--textbook reads stated sizes alone; drop it"

@@ -8,16 +8,16 @@ import shlex
 
 import yaml
 
-from launcher.accelerate_config import (
+from launcher.run_record import COMMAND as COMMAND_FILE
+from launcher.run_record import PLAN as PLAN_FILE
+from launcher.run_text.accelerate_config import (
     ACCELERATE_FILE,
     DEEPSPEED_FILE,
     deepspeed_config,
     render_accelerate_yaml,
 )
-from launcher.run_record import COMMAND as COMMAND_FILE
-from launcher.run_record import PLAN as PLAN_FILE
-from launcher.run_spec import RunSpec as RunSpec
-from launcher.training_script import render_training_script
+from launcher.run_text.run_spec import RunSpec as RunSpec
+from launcher.run_text.training_script import render_training_script
 from planner.choice import ZERO
 from planner.machine_hardware import cards_by_room
 
@@ -43,6 +43,10 @@ def render_run(spec: RunSpec) -> dict[str, str]:
     files[COMMAND_FILE] = render_command(spec)
     if spec.num_nodes > 1:
         files[SLURM_FILE] = render_slurm(spec)
+    if spec.choice.precision != "bf16":
+        from launcher.run_text.route_script import route_files
+
+        files |= route_files(spec)
     files[PLAN_FILE] = spec.plan_json
     files[JOB_FILE] = render_job(spec)
     return files

@@ -10,9 +10,12 @@ from __future__ import annotations
 import yaml
 
 from launcher.errors import UsageError
-from launcher.run_spec import RunSpec
-from launcher.trl_arguments import fsdp_checkpoints
+from launcher.run_text.route_script import accelerate_keys, loads_everywhere
+from launcher.run_text.run_spec import RunSpec
+from launcher.run_text.trl_arguments import fsdp_checkpoints
+from planner.blocks import parameter_blocks
 from planner.choice import FSDP2, ZERO
+from planner.sharding_memory import ZERO_BUCKET_ELEMENTS
 
 ACCELERATE_FILE = "accelerate.yaml"
 DEEPSPEED_FILE = "deepspeed.json"
@@ -50,6 +53,7 @@ def accelerate_config(spec: RunSpec) -> dict[str, object]:
     if choice.sharding not in ZERO:
         # Under DeepSpeed it stands in deepspeed.json, and accelerate refuses to read it twice.
         config["mixed_precision"] = choice.mixed_precision
+        config |= accelerate_keys(spec)
     config["num_machines"] = spec.num_nodes
     config["num_processes"] = spec.num_processes
     config["machine_rank"] = 0
@@ -72,7 +76,8 @@ def deepspeed_config(spec: RunSpec) -> dict[str, object]:
     """The values of deepspeed.json: stage, offload, precision, and buffers as they were planned.
 
     Buffer sizes are DeepSpeed's own defaults, in elements, written out so that what is allocated
-    can be read there.
+    can be read there. It allocates the whole bucket however little there is to reduce, so a bucket
+    is no larger than all trainable parameters.
 
     Raises:
         UsageError: parameters are to be offloaded in a stage that keeps them whole.
@@ -81,7 +86,7 @@ def deepspeed_config(spec: RunSpec) -> dict[str, object]:
     stage = int(choice.sharding.removeprefix("zero"))
     zero: dict[str, object] = {
         "stage": stage,
-        "reduce_bucket_size": 500_000_000,
+        "reduce_bucket_size": _bucket_elements(spec),
         "contiguous_gradients": True,
         "overlap_comm": stage == 3,
     }
@@ -91,7 +96,7 @@ def deepspeed_config(spec: RunSpec) -> dict[str, object]:
         zero["stage3_max_live_parameters"] = 1_000_000_000
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     else:
-        zero["allgather_bucket_size"] = 500_000_000
+        zero["allgather_bucket_size"] = _bucket_elements(spec)
     if "optimizer" in choice.offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if "params" in choice.offload:
@@ -112,6 +117,15 @@ def deepspeed_config(spec: RunSpec) -> dict[str, object]:
     return config
 
 
+def _bucket_elements(spec: RunSpec) -> int:
+    job = spec.job
+    targets = job.lora.target_modules
+    named = targets if isinstance(targets, str) else tuple(targets)
+    trainable = parameter_blocks(spec.architecture, spec.choice.method, job.lora.r, named).total.trainable
+    # DeepSpeed takes no odd size (stage_1_and_2.py: nccl_start_alignment_factor).
+    return min(ZERO_BUCKET_ELEMENTS, trainable + trainable % 2)
+
+
 def _fsdp(spec: RunSpec) -> dict[str, object]:
     choice = spec.choice
     if "optimizer" in choice.offload and "params" not in choice.offload:
@@ -122,9 +136,9 @@ def _fsdp(spec: RunSpec) -> dict[str, object]:
         "fsdp_reshard_after_forward": choice.sharding != "fsdp_no_reshard",
         "fsdp_offload_params": "params" in choice.offload,
         "fsdp_state_dict_type": "FULL_STATE_DICT",
-        # The first process reads the weights and hands them out; otherwise every process holds the
-        # whole model on the host.
-        "fsdp_cpu_ram_efficient_loading": True,
+        # The first process hands its weights out. transformers 4 has the others read none; 5 reads
+        # them everywhere all the same (issue 43749), which the plan counts.
+        "fsdp_cpu_ram_efficient_loading": not loads_everywhere(spec),
     }
     if fsdp_checkpoints(spec):
         config["fsdp_activation_checkpointing"] = True

@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from launcher.doctor import checkup
+from launcher.doctor import Check, checkup
 from launcher.errors import ExitCode
 from launcher.machines import resolve_machine
 from launcher.output import print_json, print_text, table
 from launcher.plan_text import machine_words
 from launcher.stack import resolve_stack
+from launcher.wrapping import wrapped
 from planner.architecture import Architecture
-from planner.config_reader import read_architecture
+from planner.config.reader import read_architecture
 from planner.machine import Card
 from planner.units import format_count, format_gib
 from profiles.cards import load_cards
 from profiles.models import list_models
 from profiles.releases import known_trl_releases
+
+STATE = len("optional")
 
 
 def run_gpus(args: argparse.Namespace) -> int:
@@ -196,9 +199,16 @@ def run_doctor(args: argparse.Namespace) -> int:
     if args.json:
         print_json([check.to_json() for check in checks])
     else:
-        rows = [[check.state, check.what, check.found, check.fix] for check in checks]
-        print_text(table(("", "what", "found", "fix"), rows))
+        print_text("\n".join(line for check in checks for line in _check_lines(check)))
     return ExitCode.ENVIRONMENT if any(check.state == "missing" for check in checks) else ExitCode.DONE
+
+
+def _check_lines(check: Check) -> list[str]:
+    """``ok  torch >= 2.6 for training: 2.13.0``, and below it what mends it."""
+    below = " " * (STATE + 2)
+    lines = wrapped(f"{check.what}: {check.found}", f"{check.state:<{STATE}}  ", below)
+    # A command is pasted, so it is not wrapped.
+    return [*lines, f"{below}fix: {check.fix}"] if check.fix else lines
 
 
 def run_schema(args: argparse.Namespace) -> int:

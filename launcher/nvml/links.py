@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.nvml_calls import Nvml, NvmlCode, NvmlRefused
+from launcher.nvml.calls import Nvml, NvmlCode, NvmlRefused
 
 Bus = tuple[int, int, int]
 """PCI domain, bus and device."""

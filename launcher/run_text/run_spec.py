@@ -12,6 +12,7 @@ from planner.choice import Choice
 from planner.job import Job
 from planner.machine import Machine
 from planner.stack import Stack
+from profiles.models import find_model
 
 LOCAL_FORMATS: dict[str, str] = {
     ".jsonl": "json",
@@ -78,29 +79,8 @@ class RunSpec:
 
     @property
     def model_source(self) -> str:
-        """What `from_pretrained` is given: a hub id, or an absolute folder.
-
-        Raises:
-            UsageError: the job names a config file that is not the config.json of a model folder.
-        """
-        model = self.job.model
-        if self.architecture.origin == "config.json":
-            path = PurePath(model)
-            if path.name != "config.json":
-                raise UsageError(
-                    f"model {model} is a config without weights; name the folder or the hub id that holds the weights"
-                )
-            return self.absolute(str(path.parent))
-        if self.architecture.origin == "folder" or _looks_local(model):
-            return self.absolute(model)
-        if self.architecture.origin == "bundled":
-            return self.architecture.model  # the id as its owner spells it
-        return model
-
-    @property
-    def dataset_builder(self) -> str | None:
-        """The builder of `datasets` for a local file, None for a hub data set."""
-        return dataset_builder(self.job)
+        """What `from_pretrained` is given; see ``model_source``."""
+        return model_source(self.job, self.architecture, self.base_dir)
 
     @property
     def dataset_source(self) -> str:
@@ -110,6 +90,28 @@ class RunSpec:
     def absolute(self, path: str) -> str:
         """``path`` with ~ and relative parts resolved from ``base_dir``."""
         return absolute(path, self.base_dir)
+
+
+def model_source(job: Job, architecture: Architecture, base_dir: str | None = None) -> str:
+    """What `from_pretrained` is given: a hub id, or an absolute folder.
+
+    Raises:
+        UsageError: the job names a config file that is not the config.json of a model folder.
+    """
+    model = job.model
+    if architecture.origin == "config.json":
+        path = PurePath(model)
+        if path.name != "config.json":
+            raise UsageError(
+                f"model {model} is a config without weights; name the folder or the hub id that holds the weights"
+            )
+        return absolute(str(path.parent), base_dir)
+    if architecture.origin == "folder" or _looks_local(model):
+        return absolute(model, base_dir)
+    if architecture.origin == "bundled":
+        found = find_model(model)  # as its owner spells it; never the model that it shares its shapes with
+        return model if found is None else found.name
+    return model
 
 
 def dataset_builder(job: Job) -> str | None:
@@ -131,6 +133,25 @@ def dataset_source(job: Job, base_dir: str | None = None) -> str:
             f"data.dataset {name} is neither a hub id nor a {', '.join(LOCAL_FORMATS)} file; convert it to one of these"
         )
     return name
+
+
+def evaluation_job(job: Job) -> Job | None:
+    """The job with its evaluation data in the place of its training data; None where it does not evaluate.
+
+    Raises:
+        UsageError: it would evaluate on what it trains on.
+    """
+    data = job.data
+    if not data.evaluates:
+        return None
+    moved = job.model_copy(update={"data": data.model_copy(update={"dataset": data.eval_dataset or data.dataset})})
+    split = data.eval_split or ("test" if dataset_builder(moved) is None else "train")
+    if moved.data.dataset == data.dataset and split == data.split:
+        raise UsageError(
+            f"data.eval_split {split} is what the run trains on; name another split, or slices such as"
+            " train[:90%] and train[90%:]"
+        )
+    return moved.model_copy(update={"data": moved.data.model_copy(update={"split": split})})
 
 
 def absolute(path: str, base_dir: str | None = None) -> str:

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.nvml_calls import Nvml, NvmlCode, NvmlRefused
-from launcher.nvml_visible import DeviceName, SliceName
+from launcher.nvml.calls import Nvml, NvmlCode, NvmlRefused
+from launcher.nvml.visible import DeviceName, SliceName
 from planner.machine import Card, GpuProcess
 from profiles.cards import card_for_nvml_name
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher.gpus import CardsReading
-from launcher.nvml_calls import Nvml, NvmlCode, NvmlRefused
-from launcher.nvml_card import FoundCard, find_cards, read_card
-from launcher.nvml_links import peers, read_bus, read_link_ends
-from launcher.nvml_visible import Unit, visible_units
+from launcher.nvml.calls import Nvml, NvmlCode, NvmlRefused
+from launcher.nvml.card import FoundCard, find_cards, read_card
+from launcher.nvml.links import peers, read_bus, read_link_ends
+from launcher.nvml.visible import Unit, visible_units
 from planner.machine import Card
 
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 import re
 
 from launcher.errors import UsageError
-from launcher.python_text import WIDTH, fill, literal, load_template
-from launcher.run_spec import RunSpec
-from launcher.trl_arguments import DTYPES, at_least, config_sections, generation_sizes
+from launcher.run_text.python_text import WIDTH, fill, literal, load_template
+from launcher.run_text.route_script import (
+    by_accelerate,
+    converts_in_script,
+    refuse_unwritten,
+    script_code,
+    script_imports,
+)
+from launcher.run_text.run_spec import RunSpec, dataset_builder, dataset_source, evaluation_job
+from launcher.run_text.trl_arguments import DTYPES, at_least, config_sections, generation_sizes
 from planner.choice import FSDP2, ZERO
+from planner.job import Job
 
 CLASSES: dict[str, str] = {
     "sft": "SFT",
@@ -37,23 +45,31 @@ def render_training_script(spec: RunSpec) -> str:
     rewards = _rewards(spec)
     generates = spec.job.trainer in ("grpo", "rloo")
     name = CLASSES[spec.job.trainer]
+    held_out = evaluation_job(spec.job)
     conditions = {
         "cuda": not spec.on_cpu,
         "gloo": spec.on_cpu and spec.num_processes > 1,
         "zero": spec.choice.sharding in ZERO,
         "adapter": spec.choice.method != "full",
         "quantized": spec.choice.method == "qlora",
+        "evaluates": held_out is not None,
         "generates": generates,
+        # What a generating trainer embeds is no micro-batch, and a compiler would trace the hook.
+        "counts_batches": not generates and not spec.job.trl.get("torch_compile"),
         "own_reward": OWN_REWARD in rewards,
         "reward_path": any("." in reward for reward in rewards),
         "fsdp_outputs": _fsdp_outputs(spec),
+        "route": converts_in_script(spec),
+        "route_elsewhere": by_accelerate(spec),
     }
     texts = {
         "title": _title(spec),
         "imports": _imports(spec, rewards),
         "model": literal(spec.model_source, first=8),
         "dataset": literal(spec.dataset_source, first=10),
-        "load_dataset": _load_dataset(spec),
+        "load_dataset": _load_dataset(spec.job, "DATASET"),
+        "eval_dataset": literal(dataset_source(held_out, spec.base_dir), first=15) if held_out else "",
+        "load_eval_dataset": _load_dataset(held_out, "EVAL_DATASET") if held_out else "",
         "config": _config(spec),
         "config_class": f"{name}Config",
         "trainer_class": f"{name}Trainer",
@@ -65,6 +81,8 @@ def render_training_script(spec: RunSpec) -> str:
         "trusted": ", trust_remote_code=True" if spec.job.trl.get("trust_remote_code") else "",
         "reward_path": literal(spec.absolute(".")),
         "reward_imports": _reward_imports(rewards),
+        "route_code": script_code(spec),
+        "route": spec.choice.precision,
     }
     return _one_blank_line(fill(load_template("train.py.tmpl"), conditions, texts))
 
@@ -102,6 +120,7 @@ def _imports(spec: RunSpec, rewards: list[str]) -> str:
         third.append("from torch.distributed.fsdp import MixedPrecisionPolicy")
     third.append(f"from transformers import {', '.join(sorted(transformers))}")
     third.append(f"from trl import {', '.join(trl)}")
+    third += [line for line in script_imports(spec) if line not in third]
     builtin = [reward for reward in rewards if reward in TRL_REWARDS]
     if builtin:
         third.append(f"from trl.rewards import {', '.join(sorted(builtin))}")
@@ -137,15 +156,19 @@ def _call(name: str, values: dict[str, object]) -> str:
 def _adapter(spec: RunSpec) -> str:
     if spec.choice.method == "full":
         return ""
-    lora = spec.job.lora
-    values: dict[str, object] = {
+    return "LORA = " + _call("LoraConfig", adapter_settings(spec.job))
+
+
+def adapter_settings(job: Job) -> dict[str, object]:
+    """The arguments of PEFT's LoraConfig."""
+    lora = job.lora
+    return {
         "r": lora.r,
         "lora_alpha": lora.alpha if lora.alpha is not None else 2 * lora.r,
         "lora_dropout": lora.dropout,
         "target_modules": lora.target_modules,
-        "task_type": "SEQ_CLS" if spec.job.trainer == "reward" else "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if job.trainer == "reward" else "CAUSAL_LM",
     }
-    return "LORA = " + _call("LoraConfig", values)
 
 
 def _quantization(spec: RunSpec) -> str:
@@ -166,16 +189,17 @@ def _quantization(spec: RunSpec) -> str:
     return "QUANTIZATION = " + _call("BitsAndBytesConfig", values)
 
 
-def _load_dataset(spec: RunSpec) -> str:
-    split = spec.job.data.split
-    if spec.dataset_builder is None:
-        return f"load_dataset(DATASET, split={literal(split)})"
+def _load_dataset(job: Job, name: str) -> str:
+    """The call that loads the job's data, whose source stands in the variable ``name``."""
+    split, builder = job.data.split, dataset_builder(job)
+    if builder is None:
+        return f"load_dataset({name}, split={literal(split)})"
     if split != "train" and not split.startswith("train["):
         raise UsageError(
             f"data.split {split} does not exist in a local file, which is all train; "
             "leave it out or write a slice such as train[:90%]"
         )
-    return f'load_dataset("{spec.dataset_builder}", data_files=DATASET, split={literal(split)})'
+    return f'load_dataset("{builder}", data_files={name}, split={literal(split)})'
 
 
 def _rewards(spec: RunSpec) -> list[str]:
@@ -223,9 +247,8 @@ def _one_blank_line(text: str) -> str:
 def _refuse_what_no_script_does(spec: RunSpec) -> None:
     choice, trainer = spec.choice, spec.job.trainer
     if choice.tp > 1:
-        raise UsageError("tensor parallelism has no TRL script yet; pin tp=1")
-    if choice.precision != "bf16":
-        raise UsageError(f"precision route {choice.precision} has no TRL script; pin precision=bf16")
+        raise UsageError("tp is not offered: such a run cannot resume (docs/rules.md); pin tp=1")
+    refuse_unwritten(spec)
     if choice.sharding == "fsdp1":
         raise UsageError("fsdp1 is only estimated, not written; pin sharding=fsdp")
     if spec.on_cpu and choice.sharding not in ("none", "ddp"):

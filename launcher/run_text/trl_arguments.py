@@ -7,15 +7,16 @@ but one that would contradict the plan is refused with the name of the knob to p
 from __future__ import annotations
 
 import keyword
-import re
 from dataclasses import dataclass
 from typing import cast
 
 from launcher.errors import UsageError
-from launcher.run_spec import RunSpec
+from launcher.run_text.route_script import by_accelerate, padding_of
+from launcher.run_text.run_spec import RunSpec
 from planner.choice import FSDP2
 from planner.rules.context import DEFAULT_GENERATIONS
 from planner.stack import Stack
+from planner.yaml_slips import mended
 from profiles.releases import newest_known, trl_release
 
 DTYPES: dict[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -58,8 +59,6 @@ _PLANNED_MODEL: dict[str, str] = {
 _NOT_SETTINGS = frozenset({"reward_funcs", "num_generations", "max_completion_length"})
 """Keys of ``trl:`` that are read elsewhere, not copied as they stand."""
 
-_SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
@@ -83,6 +82,7 @@ def config_sections(spec: RunSpec) -> list[Section]:
         Section(reason="the model as it is loaded", values={"model_init_kwargs": _model(spec)}),
         _processes(spec),
         _records(spec),
+        _evaluation(spec),
     ]
     for section in sections:
         for name in section.values.keys() & settings.keys() - {"model_init_kwargs"}:
@@ -107,9 +107,9 @@ def user_settings(spec: RunSpec) -> dict[str, object]:
         if name not in _NOT_SETTINGS:
             settings[name] = mended(value, name)
     _refuse_loss_type(spec, settings)
-    _refuse_evaluation(settings)
+    _refuse_evaluation(spec, settings)
     if "pad_to_multiple_of" in settings and _padding(spec) is not None:
-        raise UsageError("trl.pad_to_multiple_of is decided by cp and sp; leave it out")
+        raise UsageError("trl.pad_to_multiple_of is decided by cp, sp and the precision route; leave it out")
     for name in _model_settings(spec):
         if name in _PLANNED_MODEL:
             raise UsageError(f"trl.model_init_kwargs.{name} is decided by the plan; {_PLANNED_MODEL[name]}")
@@ -123,20 +123,6 @@ def _model_settings(spec: RunSpec) -> dict[str, object]:
     if not isinstance(value, dict):
         raise UsageError("trl.model_init_kwargs must be a mapping, such as {revision: main}")
     return cast("dict[str, object]", value)
-
-
-def mended(value: object, name: str) -> object:
-    """A JSON value with YAML's own slips put right, at any depth."""
-    if isinstance(value, str) and _SCIENTIFIC.fullmatch(value):
-        return float(value)  # 2e-5 is read as text for want of a point
-    if value is False and name.endswith("_strategy"):
-        return "no"  # and an unquoted no as false
-    if isinstance(value, list | tuple):
-        return [mended(item, name) for item in cast("list[object]", value)]
-    if isinstance(value, dict):
-        pairs = cast("dict[str, object]", value).items()
-        return {key: mended(item, key) for key, item in pairs}
-    return value
 
 
 def at_least(stack: Stack, package: str, minimum: str) -> bool:
@@ -216,6 +202,8 @@ def _length(spec: RunSpec) -> Section:
             f"; padded to divide over {spec.choice.cp} ranks, twice each for balance"
             if spec.choice.cp > 1
             else f"; all are padded to it, to divide over {spec.choice.sp} ranks"
+            if spec.choice.sp > 1
+            else f"; rows are padded so that groups of {padding} tokens are whole"
         )
     return Section(reason=reason, values=values)
 
@@ -250,7 +238,7 @@ def _padding(spec: RunSpec) -> int | None:
     if choice.sp > 1:
         # The rows of a group are exchanged whole and must have one length: the longest, rounded up.
         return -(-spec.job.seq_len // choice.sp) * choice.sp
-    return None
+    return padding_of(spec)
 
 
 def _memory(spec: RunSpec) -> Section:
@@ -265,7 +253,8 @@ def _memory(spec: RunSpec) -> Section:
         values["activation_offloading"] = True
     values.update(loss_settings(spec))
     values["optim"] = choice.optimizer
-    values["bf16"] = choice.mixed_precision == "bf16"
+    # Where accelerate converts, bf16=True would take its place (training_args.py: mixed_precision).
+    values["bf16"] = choice.mixed_precision == "bf16" and not by_accelerate(spec)
     if choice.mixed_precision == "fp16":
         values["fp16"] = True
     reason = f"recompute {choice.recompute}"
@@ -377,6 +366,23 @@ def _refuse_loss_type(spec: RunSpec, settings: dict[str, object]) -> None:
     raise UsageError("trl.loss_type is decided by the plan; pin loss_path instead")
 
 
-def _refuse_evaluation(settings: dict[str, object]) -> None:
-    if settings.get("eval_strategy", "no") != "no" or settings.get("do_eval"):
-        raise UsageError("trl.eval_strategy needs an evaluation set, which a job has no place for; leave it out")
+def _evaluation(spec: RunSpec) -> Section:
+    if not spec.job.data.evaluates:
+        return Section(reason="", values={})
+    return Section(
+        reason="held-out loss; no more rows at once than in training, so that it takes no more memory",
+        values={
+            "eval_strategy": "steps" if "eval_steps" in spec.job.trl else "epoch",
+            "per_device_eval_batch_size": spec.choice.micro_batch,
+        },
+    )
+
+
+def _refuse_evaluation(spec: RunSpec, settings: dict[str, object]) -> None:
+    evaluates = spec.job.data.evaluates
+    if not evaluates and (settings.get("eval_strategy", "no") != "no" or settings.get("do_eval")):
+        raise UsageError("trl.eval_strategy needs evaluation data; set data.eval_dataset or data.eval_split")
+    if evaluates and spec.job.trainer in ("grpo", "rloo"):
+        raise UsageError(
+            f"data.eval_dataset: evaluation of {spec.job.trainer} generates, which no plan counts; leave it out"
+        )

@@ -1,0 +1,1 @@
+"""Commands: what each command of the console script does, loaded when it is called."""

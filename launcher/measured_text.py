@@ -1,0 +1,119 @@
+"""Measurements for people: what was reached, and bytes and seconds by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from launcher.output import table
+from planner.measured import PHASES
+from planner.measured_json import rates_of, source_of
+from planner.units import format_gib
+
+Document = Mapping[str, Any]
+ON_CARD = {"reserved_bytes": "reserved GiB", "device_used_bytes": "card GiB"}
+"""What only a card says of a step."""
+BUSY = 1.25
+"""Wall clock over the processor's own time at which others had their share of it."""
+
+
+def measurement_text(document: Document) -> str:
+    """One measurement in full."""
+    use = (
+        "kept to look at, no plan is corrected by it"
+        if document["kind"] == "whole"
+        else "kept for plans of this machine"
+    )
+    head = f"{source_of(document)}; {use}"
+    if document["kind"] == "rates":
+        return "\n".join([head, *_rates_lines(document)])
+    return "\n".join([head, *_job_lines(document[document["kind"]])])
+
+
+def _rates_lines(document: Document) -> list[str]:
+    rates = document["rates"]
+    rows = [
+        [f"{p['dtype']} product", f"{p['m']:,} x {p['n']:,} over {p['k']:,}", f"{p['flops_per_s'] / 1e12:,.2f} TFLOP/s"]
+        for p in rates.get("products", [])
+    ]
+    named = (
+        ("streaming_bytes_per_s", "memory", "read and written"),
+        ("host_to_device_bytes_per_s", "host to card", "pinned"),
+        ("device_to_host_bytes_per_s", "card to host", "pinned"),
+    )
+    rows += [[name, how, f"{rates[key] / 1e9:,.1f} GB/s"] for key, name, how in named if rates.get(key)]
+    rows += [
+        [found["kind"], f"{found['ranks']} ranks", f"{found['bytes_per_s'] / 1e9:,.2f} GB/s"]
+        for found in rates.get("collectives", [])
+    ]
+    if rates.get("context_bytes") is not None:
+        rows.append(["context", "", f"{format_gib(rates['context_bytes'], 2)} GiB"])
+    rows += [[name, "", "out of memory"] for name in rates.get("out_of_memory", [])]
+    return [table(("what", "how", "reached"), rows, right=(2,)), *_busy(rates.get("stretched", 1.0))]
+
+
+def _busy(times: float) -> list[str]:
+    """What is said where others had their share of a CPU."""
+    if times <= BUSY:
+        return []
+    return [f"it took up to {times:.1f} times the processor's own seconds: others work here; probe again alone"]
+
+
+def _job_lines(job: Document) -> list[str]:
+    choice = job["choice"]
+    offload = f", offload {'+'.join(choice['offload'])}" if choice["offload"] else ""
+    lines = [
+        f"{job['model']}: {choice['method']}, {choice['weights']} weights, recompute {choice['recompute']}, loss"
+        f" {choice['loss_path']}{offload}, {choice['attention']}, {choice['micro_batch']} x {choice['grad_accum']} rows"
+    ]
+    rows: list[list[str]] = []
+    for cell in job["cells"]:
+        place = [f"{cell['layers']}", f"{cell['sequence']:,}"]
+        if "peaks" not in cell:
+            rows.append([*place, cell.get("not_run", "out of memory")])
+            continue
+        peaks, seconds = cell["peaks"], cell["seconds"]
+        rows.append(
+            [
+                *place,
+                f"{format_gib(max(peaks.values()), 3)}",
+                *(f"{format_gib(peaks[phase], 3)} / {seconds[phase]:.3f}" for phase in PHASES),
+                f"{seconds['step_s']:.3f}",
+                *(format_gib(cell[name], 3) for name in ON_CARD if name in cell),
+            ]
+        )
+    head = ["layers", "tokens", "peak GiB", *(f"{phase} GiB / s" for phase in PHASES), "step s"]
+    head += [text for name, text in ON_CARD.items() if any(name in cell for cell in job["cells"])]
+    rows = [row + [""] * (len(head) - len(row)) for row in rows]
+    lines.append(table(head, rows, right=range(len(head))))
+    if any("peaks" not in cell for cell in job["cells"]):
+        lines.append("plans take a probe into account where all of its cells ran")
+    slowed = max((cell["wall_seconds"]["step_s"] / cell["processor_seconds"]["step_s"]
+                  for cell in job["cells"] if "processor_seconds" in cell), default=1.0)  # fmt: skip
+    return lines + _busy(slowed)
+
+
+def shown_text(kept: Sequence[tuple[str, Document]]) -> str:
+    """A line for each measurement that is kept."""
+    if not kept:
+        return "nothing is measured; `trlfit probe --rates` and `trlfit probe MODEL --measure` do it"
+    return table(
+        ("file", "kind", "what", "on", "taken"),
+        [[name, d["kind"], _summary(d), source_of(d), d["taken"][:19]] for name, d in kept],
+    )
+
+
+def _summary(document: Document) -> str:
+    if document["kind"] == "rates":
+        rates = rates_of(document)
+        words = [f"{rates.matmul_flops / 1e12:,.1f} TFLOP/s"] if rates.matmul_flops else []
+        words += [f"{rates.bandwidth / 1e9:,.0f} GB/s"] if rates.bandwidth else []
+        words += [f"host {rates.host_link / 1e9:,.1f} GB/s"] if rates.host_link else []
+        return ", ".join(words)
+    job = document[document["kind"]]
+    choice, tokens = job["choice"], sorted({cell["sequence"] for cell in job["cells"]})
+    layers = sorted({cell["layers"] for cell in job["cells"]})
+    return (
+        f"{job['model']} {choice['method']} {choice['recompute']} {choice['loss_path']},"
+        f" {'/'.join(map(str, layers))} layers, {'/'.join(map(str, tokens))} tokens"
+    )
