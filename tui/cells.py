@@ -1,22 +1,24 @@
-"""What the first screen shows, as text: rows of the two tables, the lines above and below them."""
+"""Rows of cards and plans, titles and reasons, as text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from launcher.gpus import CardSample
-from launcher.plan_text import choice_words, machine_words
-from planner.machine import Card
 from planner.units import format_gib, format_seconds
+
+if TYPE_CHECKING:
+    from launcher.gpus import CardSample
+    from planner.machine import Card
 
 Json = Mapping[str, Any]
 
 CARD_COLUMNS = ("#", "card", "used/total GiB", "util", "temp", "power", "other processes")
 PLAN_COLUMNS = (
-    "#", "GiB", "free", "step", "GPUs", "shard", "recompute", "offload", "loss", "mb x ga", "train",
+    "#", "train", "shard", "recompute", "offload", "loss", "mb x ga", "GPUs", "GiB", "free", "step", "tok/s", "alters",
+    "verdict",
 )  # fmt: skip
-"""What decides comes first: a narrow terminal cuts the rest."""
+SHORT_OFFLOAD = {"activations": "act", "optimizer": "opt", "params": "par"}
 DOES_NOT_FIT = "over"
 """In place of a rank."""
 
@@ -24,7 +26,7 @@ DOES_NOT_FIT = "over"
 def card_row(card: Card, sample: CardSample | None) -> tuple[str, ...]:
     """One card; the last sample over the first reading."""
     now: Card | CardSample = card if sample is None or sample.problem else sample
-    name = card.name if card.usable else f"{card.name} (not usable)"
+    name = card.name.removeprefix("NVIDIA ") + ("" if card.usable else " (not usable)")
     others = ", ".join(f"pid {p.pid} {p.name or '?'} ({p.user or '?'})" for p in now.processes) or "none"
     return (
         str(card.index),
@@ -44,37 +46,57 @@ def shown_candidates(plan: Json) -> list[Json]:
 
 def plan_row(rank: int, candidate: Json) -> tuple[str, ...]:
     """One candidate; ``rank`` from 1."""
+    from launcher.plan_text import choice_words  # the first plan comes after the first frame
+
     words, memory, time = choice_words(candidate["choice"]), candidate["memory"], candidate["time"]
     headroom = memory["headroom_bytes"]
     return (
         str(rank) if candidate["fits"] else DOES_NOT_FIT,
+        words["train"],
+        words["shard"],
+        words["recompute"],
+        "+".join(SHORT_OFFLOAD[what] for what in candidate["choice"]["offload"]) or "-",
+        words["loss"],
+        words["mb x ga"],
+        str(candidate["num_gpus"]),
         format_gib(memory["device_bytes"]),
         "?" if headroom is None else format_gib(headroom),
         format_seconds(time["step_s"]) if time else "not known",
-        str(candidate["num_gpus"]),
-        words["shard"],
-        words["recompute"],
-        words["offload"],
-        words["loss"],
-        words["mb x ga"],
-        words["train"],
+        f"{time['tokens_per_s']:,.0f}" if time else "?",
+        candidate["alters"],
+        "fits" if candidate["fits"] else (candidate["why"] or ["does not fit"])[0],
     )
 
 
-def head_lines(plan: Json, source: str) -> list[str]:
-    """The job, the machine and what the user should know before reading the table."""
-    job = plan["job"]
-    lines = [
-        f"{job['model']}  {job['trainer']} {job['method']}  {job['seq_len']:,} tokens"
-        f"  global batch {job['global_batch']}  on {machine_words(plan['machine'])}  ({source})",
-        *plan["machine"]["notes"],
-    ]
-    if plan["best"] is None:
-        changes = "; ".join(f"{change['flags']}: {change['sentence']}" for change in plan["changes"][:3])
-        lines.append("nothing fits as asked" + (f"; what would: {changes}" if changes else ""))
-    return lines
+def plans_title(plan: Json | None, status: str) -> str:
+    """How many fit, and what the order is."""
+    if plan is None:
+        return f"Plans  {status}"
+    fitting = sum(c["fits"] for c in plan["candidates"])
+    order = {"fastest": "fastest first", "longest": "longest first", "headroom": "most room first"}
+    goal = order.get(plan["job"]["goal"], "fewest GPUs first")
+    misses = len(plan["near_misses"])
+    found = f"{fitting} shown that fit, {goal}; {misses} that do not, closest first"
+    if not fitting:
+        found = "nothing fits as asked, c says what would; closest first"
+    return f"Plans  {found}" + (f"  ({status})" if status else "")
 
 
 def reason_lines(candidate: Json) -> list[str]:
     """Why a candidate is as it is."""
     return [*candidate["why"], *(f"note: {text}" for text in candidate["warnings"])]
+
+
+def bars_title(memory: Json, *, width: int, on_card: bool = True) -> str:
+    """Over the bars of a candidate: the longest of three wordings that a title of ``width`` cells holds."""
+    capacity = memory["capacity_bytes"]
+    of = f" of {format_gib(capacity)}" if capacity else ""
+    used = f"{format_gib(memory['device_bytes'])}{of} {'on a card' if on_card else 'in memory'}"
+    peak = f"Peak in {memory['peak_phase']}: {format_gib(memory['allocated_bytes'])} GiB"
+    interval = f"({format_gib(memory['low_bytes'])} to {format_gib(memory['high_bytes'])})"
+    wordings = (
+        f"{peak} allocated {interval}, {used}  ({memory['evidence']})",
+        f"{peak} allocated {interval}, {used}",
+        f"{peak} allocated, {used}",
+    )
+    return next((words for words in wordings if len(words) <= width), wordings[-1])

@@ -1,0 +1,11 @@
+"""Terminals that have no more than ASCII: what Textual itself draws with block characters."""
+
+from __future__ import annotations
+
+
+def draw_in_ascii() -> None:
+    """Scrollbars of whole cells, by colour alone, for this process."""
+    from textual.scrollbar import ScrollBarRender
+
+    ScrollBarRender.VERTICAL_BARS = [" "] * len(ScrollBarRender.VERTICAL_BARS)
+    ScrollBarRender.HORIZONTAL_BARS = [" "] * len(ScrollBarRender.HORIZONTAL_BARS)

@@ -1,0 +1,1 @@
+"""The six screens and the modal ones."""
