@@ -1,4 +1,4 @@
-# make demo    install into .venv, plan three runs, train a small model here, compare with what was predicted
+# make demo    install into .venv, make two plans, train a small model here, compare with what was predicted
 # make check   format, lint, types, import contracts, file lengths: seconds
 # make test    check, then every test, the real trainings included
 
@@ -12,11 +12,12 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14 p
 
 LINE_LIMIT := 420
 SOURCES := profiles planner launcher tui
+RELEASES := tests/launcher/trl_releases.txt
 RUN_OFFLINE := HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo check check-format check-lint check-mypy check-pyright check-imports check-lengths \
-	format test coverage docs clean
+	format test coverage docs accuracy clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -32,9 +33,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PIP) install --constraint constraints.txt --editable '.[train]'
 	@touch $@
 
-$(VENV)/.developed: $(VENV)/.installed
+# DeepSpeed, which the tests train with, comes as source; its build imports torch. Kernels are left out.
+$(VENV)/.developed: $(VENV)/.installed $(RELEASES)
 	@echo "installing the developer tools into $(VENV)"
 	@$(PIP) install --constraint constraints.txt --group dev
+	@$(PIP) install --constraint constraints.txt setuptools wheel
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) install --no-build-isolation --constraint constraints.txt deepspeed
+	@rm -rf $(VENV)/trl-releases
+	@for release in $$(grep '^[a-z]' $(RELEASES)); do \
+		$(PIP) install --no-deps --target "$(VENV)/trl-releases/$$(echo "$$release" | sed 's/==/-/')" "$$release" || exit 1; \
+	done
 	@touch $@
 
 demo: $(VENV)/.installed
@@ -66,18 +74,26 @@ format: $(VENV)/.developed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# One thread for each of the two, and none that spins while it waits: two trainings at once would crawl.
+# One thread for each of the two, and none that spins while it waits: two trainings at once would crawl. Each takes
+# whole files, in the order of tests/conftest.py. Bytecode is kept, whatever the shell says: hundreds of children run us.
 test: check
-	$(RUN_OFFLINE) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses 2
+	$(RUN_OFFLINE) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
+		--numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5
 
 coverage: $(VENV)/.developed
 	$(RUN_OFFLINE) $(BIN)/coverage run -m pytest -m 'not launch'
 	$(BIN)/coverage report
 
 # Pages and pictures that are made from the program itself.
-docs: $(VENV)/.developed
+docs: $(VENV)/.developed accuracy
 	$(BIN)/python scripts/rules_page.py
 	$(BIN)/python scripts/picture.py
+
+# Predicted against recorded: the page, its figure and the README's figures.
+accuracy: $(VENV)/.developed
+	$(BIN)/python benchmarks/accuracy.py --markdown
+	$(BIN)/python benchmarks/times.py --markdown
+	$(BIN)/python scripts/accuracy_figure.py
 
 clean:
 	rm -rf demo-runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist

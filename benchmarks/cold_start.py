@@ -27,7 +27,7 @@ COMMANDS = {
     "import pydantic": ["-c", "import pydantic"],
     "one pydantic model": ["-c", MODEL],
     "trlfit --version": ["-m", "tui", "--version"],
-    "import of all that a plan needs": ["-c", "import launcher.cli, launcher.commands_plan"],
+    "import of all that a plan needs": ["-c", "import launcher.cli, launcher.commands.plan"],
     "trlfit plan --json": ["-m", "tui", *PLAN],
 }
 

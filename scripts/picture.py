@@ -1,4 +1,4 @@
-"""Draw docs/tui.svg: the first screen of the real app, with the job of examples/qwen3-8b-1m.yaml."""
+"""Draw docs/tui.svg: the plans of the real app, with the job of examples/qwen3-8b-1m.yaml."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from tui.app import TrlfitApp  # noqa: E402
 
 JOB = ROOT / "examples" / "qwen3-8b-1m.yaml"
-SIZE = (126, 30)
+SIZE = (120, 36)
 TIME_LIMIT_S = 120.0
 # Textual's picture loads its font from the network; a monospaced font of the reader does as well.
 FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
@@ -33,7 +33,7 @@ async def draw() -> str:
     app = TrlfitApp()
     async with app.run_test(size=SIZE) as pilot:
         until = time.monotonic() + TIME_LIMIT_S
-        while app.plan is None:
+        while app.known.plan is None:
             if time.monotonic() > until:
                 raise TimeoutError(f"no plan after {TIME_LIMIT_S:.0f} s")
             await pilot.pause(0.05)

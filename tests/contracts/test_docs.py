@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
@@ -14,9 +15,14 @@ import pytest
 
 from launcher.flags import FLAG_FIELDS
 from planner import choice
+from planner.advice.comparison import compare
+from planner.advice.old_plan import OldPlan, held_against
 from planner.job import Job
 from planner.pins import PARSERS
 from planner.plan import Plan
+from planner.planning import make_plan
+from profiles.releases import newest_known
+from tests.planner.replay import inputs_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -37,8 +43,13 @@ def test_a_constant_has_the_value_of_the_code(page: str, module: str, name: str,
 
 
 def test_the_constants_of_the_time_model_are_all_there() -> None:
-    module = import_module("planner.step_time")
-    numbers = {name for name, value in vars(module).items() if name.isupper() and isinstance(value, float)}
+    modules = [import_module(f"planner.{name}") for name in ("step_time", "loss_time", "rates", "links", "hardware")]
+    numbers = {
+        name
+        for module in modules
+        for name, value in vars(module).items()
+        if name.isupper() and isinstance(value, float)
+    }
     listed = {name for _, name, _ in CONSTANT.findall(text_of("time.md"))}
     assert numbers == listed - {"CPU_CORE_FLOPS", "CPU_BANDWIDTH"}
 
@@ -85,6 +96,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert lost == []
 
 
+def test_every_module_has_its_room() -> None:
+    named = re.findall(r"`(?:planner\.|launcher\.|tui\.)?([a-z_*]+)/?`", text_of("architecture.md"))
+    modules = [p.stem for name in ("planner", "launcher", "tui") for p in (ROOT / name).glob("*.py")]
+    homeless = [stem for stem in modules if not stem.startswith("_") and not any(fnmatch(stem, n) for n in named)]
+    assert homeless == []
+
+
 def test_every_page_is_linked() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [page.name for page in DOCS.glob("*.md") if f"(docs/{page.name})" not in readme] == []
@@ -95,6 +113,11 @@ def test_the_rules_page_is_current() -> None:
         [sys.executable, "scripts/rules_page.py", "--check"], cwd=ROOT, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_table_of_probes_is_current() -> None:
+    done = subprocess.run([sys.executable, "benchmarks/probe_depth.py", "--check"], cwd=ROOT, check=False)
+    assert done.returncode == 0, "python benchmarks/probe_depth.py --markdown"
 
 
 def words_of(picture: Path) -> str:
@@ -108,7 +131,47 @@ def test_the_picture_is_drawn_from_the_app(tmp_path: Path) -> None:
     drawn = tmp_path / "tui.svg"
     subprocess.run([sys.executable, "scripts/picture.py", "-o", str(drawn)], cwd=ROOT, check=True, timeout=300)
     new, kept = words_of(drawn), words_of(DOCS / "tui.svg")
-    for words in ("Qwen/Qwen3-8B sft full 1,048,576 tokens", "# GiB free step GPUs shard recompute offload loss"):
+    for words in ("Qwen3-8B · sft full · 1,048,576 · 8xH100-80GB", "# train shard recompute offload", "Peak in "):
         assert words in new
         assert words in kept
     assert "url(" not in re.sub(r"url\(#[\w-]+\)", "", drawn.read_text(encoding="utf-8"))
+
+
+def test_the_figure_of_accuracy_and_the_readmes_numbers_are_current() -> None:
+    """`make accuracy` renews them."""
+    done = subprocess.run(
+        [sys.executable, "scripts/accuracy_figure.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_figure_of_accuracy_shows_every_run_twice_and_needs_no_colour() -> None:
+    """A marker in each panel and one in the legend for each kind; kinds differ by shape and filling."""
+    text = (DOCS / "accuracy.svg").read_text(encoding="utf-8")
+    assert "prefers-color-scheme: dark" in text
+    assert "url(" not in text and "href" not in text
+    kinds: dict[tuple[str, str, int], int] = {}
+    for element in ElementTree.fromstring(text).iter():
+        kind, _, filling = element.get("class", "").partition(" ")
+        if filling in ("one", "several"):
+            corners = len(element.get("points", "").split())
+            kinds[kind, filling, corners] = kinds.get((kind, filling, corners), 0) + 1
+    shapes = {"full": 0, "lora": 3, "qlora": 4}
+    assert set(kinds) == {(kind, filling, n) for kind, n in shapes.items() for filling in ("one", "several")}
+    assert sum(kinds.values()) == 2 * 49 + len(kinds)
+
+
+def test_every_field_of_an_old_plan_and_of_a_comparison() -> None:
+    inputs = inputs_of({"model": "Qwen/Qwen3-0.6B", "machine": "1xH100-80GB"}, stack=dict(newest_known()))
+    best = make_plan(inputs).document["best"]
+    sizes = {name: best["memory"][name] for name in ("device_bytes", "allocated_bytes")}
+    chosen = choice.Choice.from_json(best["choice"])
+    old = OldPlan(job={}, machine={}, versions={}, choice=chosen, step_s=None, **sizes)
+    page = text_of("plan.md")
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)
+    for title, document in (("An old plan", held_against(inputs, old)), ("Two candidates", compare(inputs, 1, 2))):
+        section = next(text for text in sections if text.startswith(title))
+        assert {
+            name for name in document if f"`{name}`" not in section and document[name] != document["schema"]
+        } == set()
+        assert document["schema"] in section

@@ -14,7 +14,7 @@ import yaml
 
 from launcher import cli
 from launcher.errors import ExitCode
-from planner.job import Job
+from planner.job import DataSpec, Job
 from tests.planner.test_memory_measured import ALLOCATED
 from tests.planner.test_memory_traced import RAN, peak_error
 
@@ -85,7 +85,7 @@ def test_the_job_file_shows_every_default() -> None:
     assert list(shown) == list(Job.model_fields)
     assert Job.model_validate(shown) == Job(model="Qwen/Qwen3-8B")
     assert set(shown["lora"]) == set(Job.model_fields["lora"].default_factory().model_dump())  # type: ignore[misc, call-arg, union-attr]
-    assert set(shown["data"]) == {"dataset", "split", "packing"}
+    assert set(shown["data"]) == set(DataSpec.model_fields)
 
 
 def test_the_exit_codes() -> None:
@@ -108,6 +108,13 @@ def test_the_block_of_numbers_has_the_shape_of_the_output(capsys: pytest.Capture
     assert shown["memory"] == real["memory"]
     assert shown["time"].split("  [")[1] == real["time"].split("  [")[1]
     assert re.sub(r" in \w+;.*", "", shown["why"]) == re.sub(r" in \w+;.*", "", real["why"])
+
+    def numbers(text: str) -> list[float]:
+        return [float(found.replace(",", "")) for found in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
+
+    written = found[2][found[2].index("best plan") :].strip()
+    said = printed[printed.index("best plan") :].splitlines()[: len(written.splitlines())]
+    assert numbers(written) == pytest.approx(numbers("\n".join(said)), rel=0.03)
 
 
 def test_the_accuracy_that_is_claimed() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.doctor import REQUIRED
 from launcher.job_file import resolve_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,3 +103,8 @@ def test_make_knows_what_the_readme_names() -> None:
     }
     assert {"demo", "test", "check"} <= named
     assert named <= targets
+
+
+def test_the_doctor_asks_for_what_the_package_installs() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert dict(line.split(">=") for line in extras["train"]) == {name: least for name, least, _ in REQUIRED}

@@ -33,11 +33,16 @@ PLAN: Mapping[str, object] = {
 }  # fmt: skip
 
 
-def make_run(folder: Path, *, bash: str = "", python: str = "", plan: Mapping[str, object] | None = PLAN) -> Path:
-    """A run folder whose command.sh holds ``bash`` and then executes ``python``, if any."""
+def make_run(
+    folder: Path, *, bash: str = "", python: str = "", plan: Mapping[str, object] | None = PLAN, bare: bool = True
+) -> Path:
+    """A run folder whose command.sh holds ``bash`` and then executes ``python``, if any.
+
+    Unless ``bare``, with installed packages, torch among them.
+    """
     folder.mkdir(parents=True)
     (folder / "train.py").write_text(python)
-    last = f"exec {shlex.quote(sys.executable)} -S -E train.py\n" if python else ""
+    last = f"exec {shlex.quote(sys.executable)} {'-S -E ' if bare else ''}train.py\n" if python else ""
     (folder / "command.sh").write_text(f"{bash}\n{last}")
     (folder / "accelerate.yaml").write_text("num_processes: 1\n")
     (folder / "job.yaml").write_text("model: Qwen/Qwen3-8B\n")

@@ -6,7 +6,7 @@ import ast
 from typing import Any
 
 from launcher.model_config import resolve_architecture
-from launcher.run_spec import RunSpec
+from launcher.run_text.run_spec import RunSpec
 from planner.architecture import Architecture
 from planner.choice import Choice
 from planner.job import Job

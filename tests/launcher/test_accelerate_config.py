@@ -6,16 +6,17 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from launcher.accelerate_config import accelerate_config, deepspeed_config, render_accelerate_yaml
 from launcher.errors import UsageError
-from launcher.run_files import render_run
 from launcher.run_folder import write_run
+from launcher.run_text.accelerate_config import accelerate_config, deepspeed_config, render_accelerate_yaml
+from launcher.run_text.run_files import render_run
 from tests.launcher.run_specs import VARIANTS, gpus, make_spec
 from tests.launcher.tiny_models import CHILDREN
 
@@ -215,6 +216,16 @@ def test_deepspeed_file() -> None:
     assert three["offload_param"] == {"device": "cpu", "pin_memory": True}
     assert three["stage3_gather_16bit_weights_on_model_save"] is True
     assert deepspeed_config(VARIANTS["zero3_sp"])["seq_parallel_communication_data_type"] == "bf16"
+
+
+def test_buckets_are_as_large_as_what_trains_and_even() -> None:
+    """SmolLM2-135M has 134,515,008 parameters; DeepSpeed asserts a size of whole pairs."""
+    small = make_spec(job={"model": "HuggingFaceTB/SmolLM2-135M"}, choice={"sharding": "zero2", "dp_shard": 8})
+    odd = replace(small, architecture=replace(small.architecture, other_parameters=1))
+    for spec, elements in ((small, 134_515_008), (odd, 134_515_010)):
+        zero = deepspeed_config(spec)["zero_optimization"]
+        assert isinstance(zero, dict)
+        assert (zero["reduce_bucket_size"], zero["allgather_bucket_size"]) == (elements, elements)
 
 
 def test_deepspeed_on_several_nodes_starts_by_torchrun() -> None:

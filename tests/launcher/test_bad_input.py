@@ -82,6 +82,11 @@ MODELS = {
     "nothing-like-it": model("zzz/zzzzzz", "'zzz/zzzzzz' is not bundled", code=ENVIRONMENT),
     "not-an-id": model("no such model!", "neither a path nor a hub id such as Qwen/Qwen3-8B"),
     "empty": model("", "no model given"),
+    "a-plan": Case(
+        ("plan", "p.json", *H100),
+        ("p.json is a plan, not a model; give it to `trlfit write`, `trlfit launch` or --against",),
+        files={"p.json": '{"schema": "trlfit.plan/1"}'},
+    ),
     "none": Case(("plan", *H100), ("no model given; name one, for example: trlfit plan Qwen/Qwen3-8B",)),
     "too-many-slashes": model("a/b/c", "neither a path nor a hub id"),
     "path-that-is-not-there": model("./nothing", "'./nothing': no such file or folder"),
@@ -145,7 +150,7 @@ WORDS = {
     ),
     "offload": plan("--pin", "offload=activation", says="use a subset of activations, optimizer, params"),
     "optimizer": plan("--pin", "optimizer=adamm", says=("'adamm' is not known; known: ", "adamw_torch_fused")),
-    "route": plan("--pin", "precision=fp4", says="precision=fp4 is not a route that can be launched yet; known: bf16"),
+    "route": plan("--pin", "precision=fp4", says="precision=fp4: no precision route 'fp4'; known: bf16, "),
     "no-value": plan("--pin", "cp", says="--pin: 'cp' is not KEY=VALUE"),
     "no-knob": plan("--pin", "=3", says="--pin: '=3' is not KEY=VALUE"),
     "size": plan("--pin", "cp=1.5", says="pin cp=1.5 is not a size; give a whole number from 1 to 1,000,000"),
@@ -187,7 +192,7 @@ CONTRADICTIONS = {
         "--pin", "sp=2", "--pin", "sharding=fsdp", "--seq-len", "16k", says="sp 2 runs only under zero1, zero2 or zero3"
     ),
     "sp-and-cp": plan("--pin", "sp=2", "--pin", "cp=2", "--seq-len", "16k", says="cp 2 and sp 2 exclude each other"),
-    "tp": plan("--pin", "tp=2", says="tp 2 is not offered: TRL loads no tensor-parallel model; use fsdp or zero3"),
+    "tp": plan("--pin", "tp=2", says="tp 2 is not offered: such a run cannot resume from a checkpoint"),
     "one-gpu-on-eight": plan("--pin", "sharding=none", "--pin", "gpus=8", says="none runs on one GPU, not on 8"),
     "offload-under-ddp": plan(
         "--pin", "offload=optimizer", "--pin", "sharding=ddp", says="offload optimizer needs zero1, zero2 or zero3"
@@ -282,8 +287,8 @@ JOBS = {
     "field-like-no-other": field_of("learning_rate: 3", "is not a field of a job; `trlfit schema job` lists them"),
     "field-of-lora": field_of("lora: {rank: 3}", "lora.rank is not a field of a job; there are r, alpha"),
     "field-of-data": field_of("data: {path: x}", "data.path is not a field of a job; there are dataset, "),
-    "word-for-a-number": field_of("seq_len: lots", "seq_len: give a whole number (given 'lots')"),
-    "quoted-number": field_of("seq_len: '4096'", "seq_len: give a whole number (given '4096')"),
+    "word-for-a-number": field_of("seq_len: lots", "seq_len: 'lots' is not a number of tokens; write 4096, 128k or 1M"),
+    "quoted-number": field_of("global_batch: '8'", "global_batch: give a whole number (given '8')"),
     "fraction": field_of("seq_len: 4.5", "seq_len: give a whole number (given 4.5)"),
     "yes-for-a-number": field_of("nodes: yes", "nodes: give a whole number (given True)"),
     "hexadecimal-without-end": field_of(f"seq_len: 0x{'f' * 5000}", "seq_len: must be at most 134217728"),
@@ -351,6 +356,18 @@ BOOKS = {
 
 RUNS = {
     "watch-nothing": Case(("watch", "none"), ("none is not a run folder; `trlfit runs` lists them",)),
+    "control-characters": Case(
+        ("watch", "a\x1b[31m\x9b\u202eb"), (r"a\x1b[31m\x9b\u202eb is not a run folder",)
+    ),
+    "resume-nothing": Case(("launch", "none", "--resume"), ("--resume needs a run folder that was launched",)),
+    "next-nothing": Case(("launch", "--next"), ("--next needs a run folder that was launched; name one",)),
+    "forget-nothing": Case(("probe", "--forget", ""), ("--forget: a WORD is empty; --forget alone removes all",)),
+    "two-probes": Case(("probe", "--rates", "--route", "mxfp4-sr"), ("--rates and --route ask for two probes",)),
+    "steps-of-no-route": Case(("probe", "--rates", "--steps", "9"), ("--steps is for --route",)),
+    "limit-of-a-list": Case(("probe", "--show", "--limit", "9"), ("--limit is for probes; --show runs none",)),
+    "probe-of-short-rows": Case(
+        ("probe", MODEL, "--measure", "--machine", "cpu", "--seq-len", "16"), ("rows of 32 tokens or more",)
+    ),
     "stop-nothing": Case(("stop", "none"), ("none is not a run folder",)),
     "no-run": Case(("stop",), ("the following arguments are required: RUN",)),
     "grace": Case(
@@ -365,7 +382,7 @@ RUNS = {
         ("this plan is for 8xH100-80GB; start it there",),
         files={"d.jsonl": '{"text": "a"}\n'},
     ),
-    "plan-that-is-none": Case(("write", "p.json"), ("p.json is not valid JSON",), files={"p.json": "{"}),
+    "plan-that-is-none": Case(("write", "p.json"), ("plan 'p.json' is not valid JSON",), files={"p.json": "{"}),
     "plan-of-another-kind": Case(
         ("write", "p.json"),
         ("schema: ", "make it with `trlfit plan --json`"),
@@ -461,7 +478,7 @@ def test_a_file_without_permission(words: tuple[str, ...], place: Path, capsys: 
 # Training data and written runs
 
 
-TINY = ("tiny", "--machine", "cpu", "--seq-len", "64", "-o", "run")
+TINY = ("tiny", "--no-trace", "--machine", "cpu", "--seq-len", "64", "-o", "run")
 TINY_FOLDER = {"tiny/config.json": json.dumps(TINY_CONFIG)}
 TEXT = str(EXAMPLES / "train.jsonl")
 DATA = {
@@ -490,6 +507,15 @@ def test_bad_data_is_refused_before_anything_is_written(
     before = listing(place)
     assert_refused(here(capsys, (command, *TINY, *flags)), USAGE, says)
     assert listing(place) == before
+
+
+def test_a_probe_that_could_not_be_kept_is_not_begun(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "file").touch()
+    monkeypatch.setenv("TRLFIT_CACHE", str(place / "file"))
+    monkeypatch.setattr("launcher.commands.measure.ask_child", lambda *_, **__: pytest.fail("it began"))
+    assert_refused(here(capsys, ("probe", "--rates")), ENVIRONMENT, "nothing could be kept", "Not a directory")
 
 
 def test_an_output_under_a_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

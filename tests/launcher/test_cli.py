@@ -88,7 +88,7 @@ def test_a_bug_is_one_line_that_says_how_to_see_more(
     def fail(_: object) -> None:
         raise RuntimeError("it broke")
 
-    monkeypatch.setattr("launcher.commands_info.load_cards", fail)
+    monkeypatch.setattr("launcher.commands.info.load_cards", fail)
     said = here(capsys, ("cards",))
     assert said.code == 1
     assert said.err.splitlines() == [
@@ -160,7 +160,7 @@ def test_without_a_terminal_no_command_is_help(redirection: str, place: Path, en
 )
 def test_any_terminal_can_show_any_model(locale: dict[str, str], place: Path, env: dict[str, str]) -> None:
     write_files(place, {"m\u00f6del-\u6a21\u578b/config.json": json.dumps(TINY_CONFIG)})
-    words = ["plan", "m\u00f6del-\u6a21\u578b", *H100]
+    words = ["plan", "m\u00f6del-\u6a21\u578b", "--no-trace", *H100]
     shown = child(words, cwd=place, env={**env, **locale})
     assert (shown.code, shown.err) == (0, "")
     # What the terminal cannot show is escaped: the numbers are all there.
@@ -278,6 +278,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 WRITE = (
     "write",
     "tiny",
+    "--no-trace",
     "--machine",
     "cpu",
     "--seq-len",

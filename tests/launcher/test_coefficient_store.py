@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from launcher.coefficient_store import cache_folder, default_options, keep, siblings, source_for
+from launcher.coefficient_store import cache_folder, default_options, keep, may_trace, siblings, source_for
+from launcher.tracing import request_for
 from planner.architecture import Architecture
 from planner.coefficients import Affine, Highest
 from planner.coefficients_json import CoefficientDocument, coefficients_of, option_key, shape_hash
-from planner.config_reader import read_architecture
+from planner.config.reader import read_architecture
 from planner.formula import ActivationOptions, formula_coefficients
 from planner.memory import CoefficientSource
 from planner.stack import Stack
@@ -72,7 +73,11 @@ def document(architecture: Architecture, kept: float, *options: ActivationOption
 
 
 def source(architecture: Architecture, notes: list[str], stack: Stack | None = None) -> CoefficientSource:
-    return source_for(architecture, stack or Stack(versions=VERSIONS), trace=False, notes=notes)
+    return source_for(architecture, stack or Stack(versions=VERSIONS), trace=False, notes=notes, warn=notes.append)
+
+
+def installed(python: str) -> Stack:
+    return Stack(python=python, versions=VERSIONS, origin=dict.fromkeys(VERSIONS, "installed"))
 
 
 def kept(found: CoefficientSource, architecture: Architecture, options: ActivationOptions = FULL) -> int:
@@ -86,12 +91,16 @@ def test_without_anything_closed_forms_answer() -> None:
     assert notes == []
 
 
-def test_what_was_kept_is_found_again_for_its_versions_only() -> None:
+def test_what_was_kept_is_found_again_and_for_other_versions_it_says_so() -> None:
     keep(document(small(), 77, FULL))
     notes: list[str] = []
     assert kept(source(small(), notes), small()) == 77
+    assert notes == []
     newer = Stack(versions=VERSIONS | {"transformers": "5.25.0"})
-    assert source(small(), notes, newer)(small(), FULL).evidence == "formula"
+    assert kept(source(small(), notes, newer), small()) == 77
+    said = "the layers of small were traced with transformers 5.24.0; this stack has transformers 5.25.0"
+    assert [note.partition(" (")[0] for note in notes] == [said]
+    notes.clear()
     # Accelerate changes nothing in a layer; a build tag does not either.
     other = Stack(versions=VERSIONS | {"accelerate": "1.15.0", "torch": "2.13.0+cu130"})
     assert kept(source(small(), notes, other), small()) == 77
@@ -191,44 +200,88 @@ def test_leftovers_of_killed_writers_are_swept() -> None:
 def fake_tracer(folder: Path, answer: str) -> str:
     path = folder / "python"
     (folder / "answer.json").write_text(answer)
-    path.write_text(f"#!/bin/sh\ncat > /dev/null\necho run >> {folder}/runs\ncat {folder}/answer.json\n")
+    path.write_text(f"#!/bin/sh\nhead -n 1 > /dev/null\necho run >> {folder}/runs\ncat {folder}/answer.json\n")
     path.chmod(0o755)
     return str(path)
 
 
-def test_a_trace_is_kept_and_serves_its_siblings(tmp_path: Path) -> None:
+def answered(versions: dict[str, str], num_sets: int) -> str:
     mode = {name: [[5, 0, 0]] for name in ("kept", "forward", "backward", "attention_backward")} | {"work": {}}
     one = {"layers": [{"none": mode, "full": mode, "selective": mode}], "not_affine": []}
     one |= {"model_saved": [16, 0, 0], "final_norm_saved": [8, 0, 0]}
-    answer = {"versions": VERSIONS, "ranks": [16, 64], "sets": [one] * len(siblings(FULL))}
-    stack = Stack(python=fake_tracer(tmp_path, json.dumps(answer)), versions=VERSIONS)
+    return json.dumps({"versions": versions, "ranks": [16, 64], "sets": [one] * num_sets})
+
+
+ASKED = 4
+"""Sets of ``siblings(FULL)``: weights in bf16 and in fp32, each with and without a padding mask."""
+
+
+def test_a_trace_is_kept_and_serves_its_siblings(tmp_path: Path) -> None:
+    stack = installed(fake_tracer(tmp_path, answered(VERSIONS, ASKED)))
     notes: list[str] = []
     found = source_for(small(), stack, trace=True, notes=notes)
-    assert [kept(found, small(), o) for o in siblings(FULL)] == [5] * 4
+    assert {kept(found, small(), o) for o in siblings(FULL)} == {5}
+    assert len(request_for(small(), siblings(FULL))[0]) == ASKED
     assert (tmp_path / "runs").read_text() == "run\n"
     # Another plan, which may not trace, finds them.
     assert kept(source(small(), notes), small(), replace(FULL, residual_bytes=4)) == 5
     assert notes == []
 
 
-def test_a_failed_trace_is_said_once_and_closed_forms_answer(tmp_path: Path) -> None:
-    stack = Stack(python=fake_tracer(tmp_path, "no json"), versions=VERSIONS)
+@pytest.mark.parametrize("autocast", [True, False])
+def test_siblings_have_the_autocast_of_the_runs_that_ask_for_them(autocast: bool) -> None:
+    """fp32 weights compute in bf16 under autocast alone, and adapters stay in fp32 there; FSDP2 casts and has none."""
+    full, lora = (siblings(replace(start, autocast=autocast)) for start in (FULL, LORA))
+    assert {o.autocast for o in full if o.residual_bytes == 4} == {True}
+    assert False in {o.autocast for o in full if o.residual_bytes == 2}
+    adapters = {(o.quantised, o.adapter_bytes, o.autocast) for o in lora}
+    assert adapters == {(False, 2, False), (False, 4, True), (True, 2, False), (True, 2, True), (False, 4, autocast)}
+
+
+def test_other_installed_versions_are_traced_and_stated_ones_are_not(tmp_path: Path) -> None:
+    keep(document(small(), 77, FULL))
+    newer = VERSIONS | {"transformers": "5.25.0"}
+    python = fake_tracer(tmp_path, answered(newer, ASKED))
     notes: list[str] = []
-    found = source_for(small(), stack, trace=True, notes=notes)
+    stated = installed(python).model_copy(update={"versions": newer})
+    stated.origin["transformers"] = "stated"
+    # No trace could have versions that are only stated: an older trace serves, and it says so.
+    assert kept(source_for(small(), stated, trace=True, notes=notes), small()) == 77
+    assert not (tmp_path / "runs").exists()
+    assert len(notes) == 1
+    upgraded = installed(python).model_copy(update={"versions": newer})
+    assert kept(source_for(small(), upgraded, trace=True, notes=notes), small()) == 5
+    assert (tmp_path / "runs").read_text() == "run\n"
+
+
+def test_plans_trace_what_is_not_bundled_where_the_parts_are_installed() -> None:
+    here = installed("python")
+    assert may_trace(small(), here)
+    assert not may_trace(bundled("Qwen/Qwen3-8B"), here)
+    assert not may_trace(small(), Stack(versions=VERSIONS, origin=dict.fromkeys(VERSIONS, "newest known")))
+
+
+def test_a_failed_trace_is_said_once_and_closed_forms_answer(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    notes: list[str] = []
+    stack = installed(fake_tracer(tmp_path, "no json"))
+    found = source_for(small(), stack, trace=True, notes=notes, warn=warnings.append)
     assert {found(small(), options).evidence for options in (FULL, LORA)} == {"formula"}
     assert (tmp_path / "runs").read_text() == "run\n"
-    assert len(notes) == 1
-    assert notes[0].startswith("no trace of small: the trace failed in ")
+    assert len(warnings) == 1
+    assert warnings[0].startswith("no trace of small: the trace failed in ")
+    assert notes == []
 
 
-def test_an_unwritable_cache_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRLFIT_CACHE", str(tmp_path / "file"))
-    answer = {"versions": VERSIONS, "ranks": [16, 64], "sets": [{"refused": "no"}] * len(siblings(FULL))}
-    stack = Stack(python=fake_tracer(tmp_path, json.dumps(answer)), versions=VERSIONS)
-    notes: list[str] = []
-    assert source_for(small(), stack, trace=True, notes=notes)(small(), FULL).evidence == "formula"
-    assert any(note.startswith("traced coefficients are not kept: ") for note in notes)
+    answer = {"versions": VERSIONS, "ranks": [16, 64], "sets": [{"refused": "no"}] * ASKED}
+    stack = installed(fake_tracer(tmp_path, json.dumps(answer)))
+    warnings: list[str] = []
+    found = source_for(small(), stack, trace=True, notes=[], warn=warnings.append)
+    assert found(small(), FULL).evidence == "formula"
+    assert any(note.startswith("traced coefficients are not kept: ") for note in warnings)
 
 
 def test_popular_models_are_bundled_for_their_default_sets() -> None:
@@ -238,7 +291,7 @@ def test_popular_models_are_bundled_for_their_default_sets() -> None:
         architecture = bundled(documented.model)
         assert shape_hash(architecture) == documented.shape
         assert set(documented.sets) == {option_key(architecture, o) for o in default_options(architecture)}
-        assert path.stat().st_size < 40_000
+        assert path.stat().st_size < 50_000
 
 
 @pytest.mark.parametrize("path", BUNDLED, ids=lambda path: path.stem)
@@ -265,7 +318,8 @@ def test_bundled_coefficients_are_used_and_say_other_versions() -> None:
     assert notes == []
     older = Stack(versions=VERSIONS | {"transformers": "5.17.0"})
     assert source(qwen, notes, older)(qwen, FULL).evidence == "traced"
-    assert notes == ["memory of Qwen/Qwen3-8B was traced with transformers 5.24.0; this stack has transformers 5.17.0"]
+    said = "the layers of Qwen/Qwen3-8B were traced with transformers 5.24.0; this stack has transformers 5.17.0"
+    assert [note.partition(" (")[0] for note in notes] == [said]
 
 
 def test_eight_billion_by_hand() -> None:
@@ -331,9 +385,9 @@ def test_reading_a_bundled_file_costs_milliseconds() -> None:
     qwen = bundled("google/gemma-3-1b-pt")
     times: list[float] = []
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.process_time()
         source(qwen, [])(qwen, FULL)
-        times.append(time.perf_counter() - started)
+        times.append(time.process_time() - started)
     assert min(times) < 0.005
 
 

@@ -12,6 +12,14 @@ from launcher.data import DataReport, check_data
 from launcher.errors import EnvironmentLacks, UsageError
 from planner.job import Job
 from tests.launcher.tiny_models import EXAMPLES, templateless_model, tiny_model
+from tests.launcher.warm_python import warm_python, warm_variables
+
+
+@pytest.fixture(autouse=True)
+def _told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in warm_variables().items():
+        monkeypatch.setenv(name, value)
+
 
 USER = {"role": "user", "content": "What is a quill?"}
 GOOD = {"role": "assistant", "content": "A feather."}
@@ -24,11 +32,14 @@ def check(
     *,
     model: Path | str = "nowhere",
     limit_rows: int = 200,
+    python: str | None = "",
     **fields: Any,
 ) -> DataReport:
+    """The check in a Python that need not import the libraries; None is the one that there is."""
     data = {"dataset": str(dataset)}
     job = Job.model_validate({"model": "any", "trainer": trainer, "data": data, **fields})
-    return check_data(job, python=None, model_source=str(model), limit_rows=limit_rows)
+    started = warm_python() if python == "" else python
+    return check_data(job, python=started, model_source=str(model), limit_rows=limit_rows)
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -168,7 +179,7 @@ def test_hub_data_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.stack
 def test_example_text() -> None:
-    report = check(EXAMPLES / "train.jsonl", model=tiny_model(), seq_len=512)
+    report = check(EXAMPLES / "train.jsonl", model=tiny_model(), seq_len=512, python=None)
     assert report.format == "text" and not report.conversational
     assert report.columns == ("text",)
     assert report.num_rows == 353 and report.sampled_rows == 200 == report.num_sequences
@@ -186,7 +197,8 @@ def test_token_counts_by_hand(tmp_path: Path) -> None:
     rows = [{"text": "\x01" * length} for length in range(1, 101)]
     report = check(write(tmp_path / "a.jsonl", *rows), model=tiny_model(), seq_len=96)
     # Each sequence ends with the end-of-text token that TRL adds.
-    assert (report.tokens_p50, report.tokens_p99, report.tokens_max) == (51, 100, 101)
+    assert report.lengths == tuple(range(2, 102))
+    assert (report.tokens_p50, report.tokens_p95, report.tokens_p99, report.tokens_max) == (51, 96, 100, 101)
     assert report.over_seq_len == 5
     assert report.notes == (
         "5 of 100 sampled sequences (5%) are longer than seq_len and will be cut; the longest has 101 tokens",

@@ -174,8 +174,10 @@ def step_rows(text: str) -> list[Event]:
 def test_progress_says_what_was_predicted(root: Path) -> None:
     progress = Progress(make_run(root / "a"))
     assert feed(progress, *step_rows(ROWS)) == [
-        "step 1  loss 2.0000  3.00 s/step (predicted 2.00)  2,731 tokens/s  peak 51.0 GiB (predicted 50.0 GiB)",
-        "step 2  loss 1.5000  2.00 s/step (predicted 2.00)  4,096 tokens/s  peak 51.0 GiB (predicted 50.0 GiB)",
+        "step 1  loss 2.0000  3.00 s/step (predicted 2.00)  2,731 tokens/s"
+        "  peak 51.0 GiB (predicted 50.0 GiB, 49.0 GiB on rank 0)  reserved 52.0 GiB (predicted 55.0 GiB)",
+        "step 2  loss 1.5000  2.00 s/step (predicted 2.00)  4,096 tokens/s"
+        "  peak 51.0 GiB (predicted 50.0 GiB, 49.0 GiB on rank 0)  reserved 52.0 GiB (predicted 55.0 GiB)",
     ]
     assert progress.fraction is None
 
@@ -185,7 +187,10 @@ def test_the_length_is_taken_from_the_trainers_bar(root: Path) -> None:
     data = LogLine(text="Tokenizing train dataset:  50%|█████     | 8/16 [00:00<00:00]", redrawn=True)
     bar = LogLine(text="  0%|          | 0/8 [00:00<?, ?it/s]", redrawn=True)
     lines = feed(progress, data, bar, *step_rows(ROWS))
-    assert lines[-1] == "step 2/8  loss 1.5000  2.00 s/step  4,096 tokens/s  peak 51.0 GiB  12.0 s left"
+    assert lines[-1] == (
+        "step 2/8  loss 1.5000  2.00 s/step  4,096 tokens/s  peak 51.0 GiB (49.0 GiB on rank 0)"
+        "  reserved 52.0 GiB  12.0 s left"
+    )
 
 
 @pytest.mark.parametrize(

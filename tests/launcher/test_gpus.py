@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launcher.gpus import Sampler, read_cards
-from launcher.nvml_visible import DeviceName, SliceName, visible_units
+from launcher.nvml.visible import DeviceName, SliceName, visible_units
 from planner.machine import Card
 from tests.launcher.nvml_stub.machines import A100_SLICED, H100, RTX3090, NvmlStub, machine, uuid
 

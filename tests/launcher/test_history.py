@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,8 +24,8 @@ from launcher.history import (
 )
 from launcher.outcomes import Outcome, classify
 from launcher.processes import create_time, this_host
-from launcher.run_metrics import Metrics, Predicted
-from launcher.run_record import RunRecord, write_beside
+from launcher.run_metrics import Metrics, Predicted, parse_row
+from launcher.run_record import RunRecord, read_json, write_beside
 from tests.launcher.fake_run import GIB, PLAN, make_run
 
 
@@ -211,7 +212,10 @@ def test_the_table(tmp_path: Path) -> None:
     append_end(record(make_run(tmp_path / "b"), name="b", day=2), outcome())
     append_start(record(tmp_path / "a", name="a"))
     assert table_rows(history_rows()) == [
-        ("run", "model", "plan", "state", "predicted", "seen", "err", "pred s", "seen", "err", "took", "loss"),
+        (
+            "run", "model", "plan", "state", "predicted", "seen", "memory err", "pred s", "seen s", "step err", "took",
+            "loss",
+        ),
         ("b", "Qwen3-8B", "full fsdp 2", "done", "50.0 GiB", "51.0 GiB", "+2.0%", "2.00", "2.10", "+5.0%", "75.0 s",
          "1.250"),
         ("a (gone)", "-", "-", "unknown", "-", "-", "-", "-", "-", "-", "-", "-"),
@@ -224,3 +228,27 @@ def test_the_summary_of_errors(tmp_path: Path) -> None:
     assert error_summary(history_rows()) == (
         "peak memory median +1.0%, worst +3.0% over 3 runs; step time median +0.0%, worst -10.0% over 3 runs"
     )
+
+
+def test_what_is_no_record_of_ours_hides_no_run(tmp_path: Path) -> None:
+    append_end(record(make_run(tmp_path / "b"), name="b", day=2), outcome())
+    odd = [
+        {"event": "started", "id": "n", "folder": 5, "started_at": 7, "model": ["x"], "predicted_bytes": "many"},
+        {"event": "ended", "id": "o", "folder": "\0", "outcome": [1], "started_at": None, "plan": "\x1b[31mred"},
+        {"event": "ended", "id": "p", "outcome": {"kind": 3, "seen": [], "predicted": "?"}, "predicted_step_s": True},
+    ]
+    with history_path().open("ab") as file:
+        file.write(b"".join(json.dumps(entry).encode() + b"\n" for entry in odd) + b"\xff\n[]\n")
+    notes: list[str] = []
+    cells = table_rows(history_rows(notes=notes))
+    assert len(cells) == 5 and cells[1][:4] == ("b", "Qwen3-8B", "full fsdp 2", "done")
+    assert all(text.isprintable() for row in cells for text in row[1:])
+    assert notes == [f"skipped 2 unreadable lines of {history_path()}"]
+
+
+def test_records_that_nest_without_end_or_are_pipes_are_no_records(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    os.mkfifo(tmp_path / "pipe.json")
+    assert read_json(tmp_path / "deep.json") is None
+    assert read_json(tmp_path / "pipe.json") is None
+    assert parse_row("[" * 100_000) is None

@@ -58,9 +58,16 @@ def test_the_documented_job(tmp_path: Path) -> None:
 
 
 def test_flags_over_file_over_defaults(tmp_path: Path) -> None:
-    file = write(tmp_path / "job.yaml", "model: a/b\nseq_len: 16\nlora: {r: 2, alpha: 4}\n")
+    file = write(tmp_path / "job.yaml", "model: a/b\nseq_len: 2k\nlora: {r: 2, alpha: 4}\n")
     job, origins = resolve_job(file, {"lora": {"r": 3}, "nodes": 2}, {"lora.r": "--lora-r", "nodes": "--nodes"})
-    assert (job.model, job.seq_len, job.lora.r, job.lora.alpha, job.nodes, job.global_batch) == ("a/b", 16, 3, 4, 2, 8)
+    assert (job.model, job.seq_len, job.lora.r, job.lora.alpha, job.nodes, job.global_batch) == (
+        "a/b",
+        2048,
+        3,
+        4,
+        2,
+        8,
+    )
     assert origins["lora.r"] == "--lora-r"
     assert origins["lora.alpha"] == origins["model"] == "job.yaml"
     assert origins["global_batch"] == "default"
@@ -82,7 +89,7 @@ def test_the_model_may_come_from_either(tmp_path: Path) -> None:
 
 def test_a_wrong_field_is_the_files_even_where_a_flag_replaces_it(tmp_path: Path) -> None:
     file = write(tmp_path / "job.yaml", "model: a/b\nseq_len: lots\n")
-    with pytest.raises(UsageError, match=r"job\.yaml': seq_len: give a whole number"):
+    with pytest.raises(UsageError, match=r"job\.yaml': seq_len: 'lots' is not a number of tokens; write 4096"):
         resolve_job(file, {"seq_len": 16}, {"seq_len": "--seq-len"})
 
 
@@ -157,3 +164,17 @@ def test_what_is_shown_of_a_value_is_short() -> None:
     assert shown("ab" * 500) == "'" + "ab" * 28 + "..."
     assert shown(Path("/folder" * 100) / "end") == "'..." + ("/folder" * 100 + "/end'")[-196:]
     assert shown(10**5000) == "something too long to print"
+
+
+@pytest.mark.parametrize("text", ["max_steps: nan", "max_steps: true", "max_steps: 2.5", "num_train_epochs: [1]"])
+def test_the_length_of_a_run_is_a_number(tmp_path: Path, text: str) -> None:
+    """The trainer would find out only after loading the model."""
+    file = write(tmp_path / "job.yaml", f"model: a/b\ntrl: {{{text}}}\n")
+    with pytest.raises(UsageError, match=rf"job.yaml': trl: {text.partition(':')[0]} is .*; give a .*number"):
+        resolve_job(file, {}, {})
+
+
+def test_lengths_that_trainers_take_are_taken(tmp_path: Path) -> None:
+    trl = "trl: {max_steps: -1, num_train_epochs: 1e1}"
+    job, _ = resolve_job(write(tmp_path / "job.yaml", f"model: a/b\n{trl}\n"), {}, {})
+    assert job.trl == {"max_steps": -1, "num_train_epochs": "1e1"}

@@ -168,7 +168,7 @@ def online(tmp_path: Path, endpoint: str) -> dict[str, str]:
 
 
 def test_the_hub_is_asked_last_and_its_answer_is_kept(tmp_path: Path, place: Path) -> None:
-    words = ["plan", "nobody/nothing", *H100]
+    words = ["plan", "nobody/nothing", "--no-trace", *H100]
     with hub(200) as endpoint:
         first = child([*words, "--json"], cwd=place, env=online(tmp_path, endpoint))
     assert (first.code, first.err) == (0, ""), "no progress bar, no log"

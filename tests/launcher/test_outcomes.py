@@ -222,6 +222,24 @@ def test_memory_that_another_process_holds_is_told() -> None:
     assert "70.5 GiB of it held by other processes" in end(log).sentence
 
 
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        ("Indexing.cu:1553: indexSelectLargeIndex: block: [63,0,0], thread: [95,0,0] Assertion `srcIndex <"
+         " srcSelectDimSize` failed.", "a row holds a token id beyond the vocabulary"),
+        ("Loss.cu:250: nll_loss_forward_reduce_cuda_kernel_2d: block: [0,0,0], thread: [4,0,0] Assertion `t >= 0 && t <"
+         " n_classes` failed.", "a label is beyond the number of classes"),
+    ],
+)  # fmt: skip
+def test_what_a_card_asserts_of_an_index_is_about_the_data(kernel: str, words: str) -> None:
+    """The exception comes from whatever touched the card next."""
+    error = "torch.AcceleratorError: CUDA error: device-side assert triggered"
+    log = f"/pytorch/aten/src/ATen/native/cuda/{kernel}\n{traceback(STEP, error=error)}"
+    outcome = end(log, metrics=LOADED)
+    assert (outcome.kind, words in outcome.sentence) == ("data_error", True), outcome.sentence
+    assert end(traceback(STEP, error=error), metrics=LOADED).kind == "failed", "no kernel said what it was"
+
+
 def test_an_error_thrown_in_c_is_read_too() -> None:
     log = (
         "terminate called after throwing an instance of 'c10::OutOfMemoryError'\n"

@@ -77,7 +77,7 @@ JOBS: dict[str, tuple[tuple[str, ...], int]] = {
     "grpo": ((MODEL, *H100, "--trainer", "grpo", "--global-batch", "64"), 0),
     "rloo": ((MODEL, *H100, "--trainer", "rloo", "--global-batch", "16"), 0),
     "packing": ((MODEL, *H100, "--packing", "--trl", "learning_rate=2e-5"), 0),
-    "cpu": (("tiny", "--machine", "cpu", "--seq-len", "64"), 0),
+    "cpu": (("tiny", "--no-trace", "--machine", "cpu", "--seq-len", "64"), 0),
     "two-nodes": (("Qwen/Qwen3-32B", *H100, "--nodes", "2", "--global-batch", "16"), 0),
     "experts": (("Qwen/Qwen3-30B-A3B", *H100, "--nodes", "2", "--global-batch", "32", "--method", "lora"), 0),
     "long": ((MODEL, *H100, "--seq-len", "128k"), 0),
@@ -112,7 +112,7 @@ def test_older_stacks_follow_the_schema_too(
     document = json.loads(said.out)
     validator.validate(document)
     assert_consistent(document, 0)
-    paths = {"1.12.0": {"chunked_fp32"}, "1.3.0": {"full_logits"}, "0.20.0": {"full_logits"}}[release]
+    paths = {"1.12.0": {"chunked_fp32", "full_logits"}, "1.3.0": {"full_logits"}, "0.20.0": {"full_logits"}}[release]
     assert {candidate["choice"]["loss_path"] for candidate in document["candidates"]} <= paths
     assert document["stack"]["origin"]["trl"] == "stated"
 
@@ -139,8 +139,8 @@ def assert_consistent(document: dict[str, Any], code: int) -> None:
         assert memory["allocated_bytes"] <= memory["reserved_bytes"] <= memory["device_bytes"]
         peak = max(memory["phases"], key=lambda phase: phase["bytes"])
         assert peak["name"] == memory["peak_phase"]
-        # cuBLAS' workspace is allocated, and no part of a phase.
-        assert 0 <= memory["device_bytes"] - peak["bytes"] <= 64 << 20
+        # cuBLAS' workspaces, 2 x 32.06 MiB, are allocated, and no part of a phase.
+        assert 0 <= memory["device_bytes"] - peak["bytes"] <= 65 << 20
         for phase in memory["phases"]:
             assert sum(phase["parts"].values()) == phase["bytes"], phase["name"]
         sizes = [choice[knob] for knob in ("cp", "sp", "tp", "dp_shard", "dp_replicate")]
@@ -390,11 +390,11 @@ def test_offload_to_an_unknown_host_is_warned_about(place: Path, capsys: pytest.
     words = (MODEL, "--pin", "offload=activations", "--pin", "recompute=full")
     document = planned(capsys, *words, *H100)
     for candidate in document["candidates"]:
-        host = sum(candidate["memory"]["host_bytes"].values())
-        assert host > 0
+        host = candidate["memory"]["host_bytes"]
+        assert host["pinned"] > 0
         (warning,) = [text for text in candidate["warnings"] if "host" in text]
-        assert warning.startswith(f"offload needs {host / 2**30:,.1f} GiB of host memory per node")
-        assert "could not be checked" in warning
+        assert f"needs {host['peak'] / 2**30:,.1f} GiB of memory per node" in warning
+        assert f"for offload ({host['pinned'] / 2**30:,.1f} pinned)" in warning
     card = {"index": 0, "name": "NVIDIA H100 80GB HBM3", "card_id": "H100-80GB", "total_bytes": 80 << 30}
     box = {
         "schema": "trlfit.machine/1",
@@ -406,13 +406,13 @@ def test_offload_to_an_unknown_host_is_warned_about(place: Path, capsys: pytest.
     write_files(place, {"box.json": json.dumps(box)})
     known = planned(capsys, *words, "--machine", "box.json")
     assert known["candidates"]
-    assert not any("could not be checked" in text for entry in known["candidates"] for text in entry["warnings"])
+    assert not any("named machine" in text for entry in known["candidates"] for text in entry["warnings"])
 
 
 def test_without_offload_the_host_is_not_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
     document = planned(capsys, MODEL, *H100, "--pin", "offload=")
     assert all(candidate["choice"]["offload"] == [] for candidate in document["candidates"])
-    assert not any("host memory" in text for candidate in document["candidates"] for text in candidate["warnings"])
+    assert not any("named machine" in text for candidate in document["candidates"] for text in candidate["warnings"])
 
 
 def test_help_shows_the_same_flags_for_plan_and_ledger(capsys: pytest.CaptureFixture[str]) -> None:
@@ -424,5 +424,5 @@ def test_help_shows_the_same_flags_for_plan_and_ledger(capsys: pytest.CaptureFix
         flags.append(
             {word.strip("[],") for word in capsys.readouterr().out.split() if word.strip("[]").startswith("--")}
         )
-    shared = flags[0] - {"--top"}
+    shared = flags[0] - {"--top", "--explain", "--compare", "--against", "--cards", "--count", "--price"}
     assert all(shared <= other for other in flags[1:])

@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from launcher.errors import EnvironmentLacks, UsageError
+from launcher.model_config import resolve_architecture
 from launcher.processes import create_time, this_host
-from launcher.run_files import RunSpec, render_run
 from launcher.run_folder import is_run_folder, write_run
 from launcher.run_record import RUN, RunRecord, write_beside
+from launcher.run_text.run_files import RunSpec, render_run
 from planner.job import Job
 from planner.problem import run_file_names
 from tests.launcher.run_specs import VARIANTS, cpu, gpus, make_spec
@@ -203,6 +204,24 @@ def test_a_lone_config_has_no_weights(tmp_path: Path) -> None:
     job = spec.job.model_copy(update={"model": "models/mine/config.json"})
     found = replace(spec, job=job, architecture=shape, base_dir=str(tmp_path))
     assert found.model_source == str(tmp_path / "models" / "mine")
+
+
+@pytest.mark.parametrize(
+    ("asked", "loaded"),
+    [
+        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B-Base"),
+        ("google/gemma-3-1b-it", "google/gemma-3-1b-it"),
+        ("qwen/qwen3-8b", "Qwen/Qwen3-8B"),
+    ],
+)
+def test_the_weights_are_those_that_were_asked_for(asked: str, loaded: str) -> None:
+    """A base model shares its shapes with its instruct variant, and nothing else."""
+    spec = make_spec()
+    shape = resolve_architecture(asked)
+    assert shape.origin == "bundled"
+    found = replace(spec, job=spec.job.model_copy(update={"model": asked}), architecture=shape)
+    assert found.model_source == loaded
+    assert f'MODEL = "{loaded}"' in render_run(found)["train.py"]
 
 
 # ---- the folder ----

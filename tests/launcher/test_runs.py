@@ -22,7 +22,7 @@ from launcher.history import history_rows, read_entries
 from launcher.outcomes import Outcome
 from launcher.processes import Boot, alive
 from launcher.run_record import RunRecord, claim, read_record, release, write_beside
-from launcher.runs import RunHandle, list_runs, run_state, start_run, stop_run
+from launcher.runs import RunHandle, run_state, start_run, stop_run
 from tests.launcher.fake_run import GIB, appends, left_over, make_run, rows, sweep, wait_for
 
 SLEEPS = "echo started; sleep 60"
@@ -432,6 +432,21 @@ def test_a_second_attempt_sets_the_first_aside(root: Path) -> None:
     assert (run / "attempts" / "2").is_dir()
 
 
+def test_what_an_earlier_attempt_saved_is_kept_unless_the_next_goes_on_from_it(root: Path) -> None:
+    """A trainer that starts anew would rotate old checkpoints away, and a later resume take them for its own."""
+    saves = "c=checkpoints/checkpoint-$((${RESUME:-0} + 4)); mkdir -p $c model; touch $c/trainer_state.json"
+    run = make_run(root / "a", bash=saves)
+    for resume, kept, now in (
+        (False, set[str](), {"checkpoint-4"}),
+        (False, {"checkpoint-4"}, {"checkpoint-4"}),
+        (True, {"checkpoint-4"}, {"checkpoint-4", "checkpoint-5"}),
+    ):
+        finish(start_run(run, detach=False, resume=resume))
+        assert {path.name for path in (run / "checkpoints").iterdir()} == now
+        assert {path.name for path in (run / "attempts" / "1").glob("checkpoints/*")} == kept
+    assert (run / "attempts" / "1" / "model").is_dir()
+
+
 def test_no_run_folder(root: Path) -> None:
     for call in (lambda: start_run(root, detach=False), lambda: run_state(root), lambda: stop_run(root)):
         with pytest.raises(UsageError, match=r"command\.sh"):
@@ -477,33 +492,7 @@ def test_in_the_foreground_for_a_scheduler(root: Path) -> None:
         assert subprocess.run(command, capture_output=True, timeout=20).returncode == code
 
 
-def test_list_runs(root: Path) -> None:
-    make_run(root / "written")
-    finish(start(make_run(root / "done", bash="true")))
-    start(make_run(root / "going", bash=SLEEPS))
-    (root / "other").mkdir()
-    (root / "file").write_text("")
-    found = [(state.folder.name, state.stage) for state in list_runs(root)]
-    assert found == [("going", "running"), ("done", "finished"), ("written", "written")]
-    assert list_runs(root / "none") == []
-
-
 # Disks
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("file systems can be mounted by root only")
-    yield disk
-    sweep(disk)
-    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 FILLS = "dd if=/dev/zero of=checkpoint bs=4k"

@@ -182,7 +182,7 @@ def test_another_box_may_have_what_this_one_lacks() -> None:
     assert stack.python is None and stack.python_version is None
     assert stack.versions["deepspeed"] == "0.19.8" and stack.has("bitsandbytes", "0.46")
     assert stack.origin["deepspeed"] == "newest known"
-    for package in ("flash-attn", "kernels", "liger-kernel", "torchao", "transformer-engine"):
+    for package in ("flash-attn", "kernels", "liger-kernel", "torchao", "transformer-engine", "causal-conv1d"):
         assert stack.origin[package] == "absent"
 
 
@@ -269,7 +269,7 @@ def test_a_python_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> Non
     begun = time.monotonic()
     with pytest.raises(EnvironmentLacks, match=r"did not say in 0\.5 s"):
         inspect_stack(path, limit_s=0.5)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60
     pid = int(started.read_text())
     for _ in range(50):
         state = Path(f"/proc/{pid}/stat")
@@ -281,10 +281,10 @@ def test_a_python_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> Non
 
 
 def test_a_wrapper_that_talks_first_and_leaves_something_running(tmp_path: Path, training_python: Path) -> None:
-    text = f'echo loading modules; sleep 3 & exec {training_python} "$@"'
+    text = f'echo loading modules; sleep 30 & exec {training_python} "$@"'
     begun = time.monotonic()
     assert inspect_stack(program(tmp_path, text, "wrapped")).versions["trl"] == "1.12.0"
-    assert time.monotonic() - begun < 2.5
+    assert time.monotonic() - begun < 20
 
 
 def test_the_child_runs_in_pythons_that_are_too_old(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from planner.architecture import Architecture
 from planner.choice import Choice
 from planner.coefficients import Coefficients
 from planner.coefficients_json import CoefficientDocument, coefficients_of, option_key, shape_hash
-from planner.config_reader import read_architecture
+from planner.config.reader import read_architecture
 from planner.formula import ActivationOptions, formula_coefficients
 from planner.memory import MemoryJob, MemoryModel
 from tests.launcher.small_families import FAMILIES, config_of
@@ -94,8 +94,7 @@ def cases() -> list[Case]:
         if family == "gpt_oss" and "weights" in method:
             method = {}
         long = 3072 if family == "mistral-window" else 2048
-        # The first layer under LoRA keeps less than the others: its input needs no gradient. Depth dilutes that.
-        found.append(Case(family=family, layers=10 if "lora_r" in method else 5, seq_len=long, **method))
+        found.append(Case(family=family, layers=5, seq_len=long, **method))
         found.append(Case(family=family, layers=3, seq_len=1024, recompute="full", **method))
     found.append(Case(family="llama", layers=3, seq_len=1024, rows=3, padded=True, recompute="selective"))
     found.append(Case(family="llama", layers=5, seq_len=1024, rows=2, recompute="every_2"))
@@ -167,9 +166,11 @@ def test_composed_peaks_are_those_of_whole_models() -> None:
     sizes = [abs(error) for error in found.values()]
     report = "\n".join(f"{error:+.2%} {case}" for case, error in found.items())
     assert len(sizes) >= 25
-    assert median(sizes) <= 0.002, report
-    assert quantile(sizes, 0.95) <= 0.025, report
-    # What is left is the head's loss under fp32 weights or a soft cap, and the first layer under LoRA.
+    assert median(sizes) <= 0.0005, report
+    assert quantile(sizes, 0.95) <= 0.005, report
+    # What is left is one of two masks: in backward it goes with the last layer that reads it, here it stays. Three
+    # layers of Gemma 2 under eager attention show it most.
+    assert max(sizes) <= 0.016, report
     recomputed = {case: error for case, error in found.items() if case.recompute == "full" and case.family != "gemma2"}
     assert max(map(abs, recomputed.values())) <= 0.001, report
 
@@ -201,7 +202,7 @@ def test_progress_is_passed_on_and_the_answer_read(tmp_path: Path) -> None:
     (tmp_path / "answer.json").write_text(json.dumps(answer))
     python = stand_in(
         tmp_path,
-        f"""cat > {tmp_path}/request.json
+        f"""head -n 1 > {tmp_path}/request.json
         echo 'a warning' >&2
         echo '{{"done": 0, "of": 1, "seconds": 0.1}}' >&2
         echo '{{"done": 1, "of": 1, "seconds": 0.2}}' >&2
@@ -223,7 +224,7 @@ def test_a_missing_python_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_python_without_torch_says_so(tmp_path: Path) -> None:
-    python = stand_in(tmp_path, 'cat >/dev/null; echo \'{"error": {"kind": "environment", "message": "no torch"}}\'')
+    python = stand_in(tmp_path, 'echo \'{"error": {"kind": "environment", "message": "no torch"}}\'')
     with pytest.raises(EnvironmentLacks, match="no torch"):
         trace(QWEN, [FULL], python=python)
 

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import UsageError
-from launcher.python_text import fill, literal
-from launcher.run_files import render_run
 from launcher.run_folder import write_run
-from launcher.training_script import render_training_script
+from launcher.run_text.python_text import fill, literal
+from launcher.run_text.run_files import render_run
+from launcher.run_text.training_script import render_training_script
 from planner.machine import Machine
 from tests.launcher.run_specs import (
     LONG_JOB,
@@ -31,6 +31,7 @@ from tests.launcher.run_specs import (
     make_spec,
 )
 from tests.launcher.tiny_models import EXAMPLES, tiny_model
+from tests.launcher.warm_python import warm_environment, warm_python, warm_variables
 
 ALLOWED = {
     "json", "math", "os", "resource", "sys", "time", "psutil", "torch", "accelerate", "datasets",
@@ -325,7 +326,7 @@ def test_settings_pass_through_and_win_over_defaults() -> None:
         ({"loss_type": "nll"}, "trl.loss_type .* pin loss_path"),
         ({"fsdp": True}, "trl.fsdp .* pin sharding"),
         ({"output_dir": "x"}, "trl.output_dir .* run folder"),
-        ({"eval_strategy": "steps"}, "evaluation set"),
+        ({"eval_strategy": "steps"}, "needs evaluation data"),
         ({"model_init_kwargs": {"dtype": "auto"}}, "model_init_kwargs.dtype .* pin weights"),
         ({"model_init_kwargs": [1]}, "must be a mapping"),
         ({"a-b": 1}, "not a setting's name"),
@@ -343,7 +344,7 @@ def test_padding_may_be_set_only_where_the_plan_leaves_it() -> None:
     settings = {"trl": {"pad_to_multiple_of": 64}}
     assert config(make_spec(settings))["pad_to_multiple_of"] == 64
     spec = make_spec({**LONG_JOB, **settings}, {"sharding": "fsdp", "cp": 8}, gpus(8))
-    with pytest.raises(UsageError, match="pad_to_multiple_of is decided by cp and sp"):
+    with pytest.raises(UsageError, match="pad_to_multiple_of is decided by cp, sp and the precision route"):
         config(spec)
 
 
@@ -392,7 +393,8 @@ def test_grpo_jobs_that_cannot_be_written(settings: dict[str, Any], message: str
     ("job", "choice", "machine", "message"),
     [
         ({}, {"tp": 2}, gpus(2), "pin tp=1"),
-        ({}, {"precision": "mxfp4"}, gpus(1), "precision route mxfp4"),
+        ({}, {"precision": "mxfp4-sr"}, gpus(1), "precision route mxfp4-sr has no TRL script"),
+        ({}, {"precision": "fp5"}, gpus(1), "no precision route 'fp5'"),
         ({}, {"sharding": "fsdp1", "dp_shard": 2}, gpus(2), "pin sharding=fsdp"),
         ({}, {"sharding": "zero3", "dp_shard": 2}, cpu(), "pin sharding=ddp on the CPU"),
         ({}, {"offload": frozenset({"activations"})}, cpu(), "need a GPU"),
@@ -513,6 +515,11 @@ def test_local_paths_become_absolute() -> None:
 # ---- real training ----
 
 
+def warm() -> dict[str, str]:
+    """For a start whose libraries are imported already."""
+    return {**warm_variables(), "PYTHON": warm_python()}
+
+
 def start(folder: Path, **environment: str) -> str:
     """Run command.sh as a user would, from another folder."""
     process = subprocess.Popen(
@@ -571,7 +578,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         python=sys.executable,
     )
     write_run(folder, render_run(spec))
-    start(folder)
+    # One run has the Python that is written down for it.
+    start(folder, **(warm() if ranks == 2 else {}))
     yield folder, ranks
 
 
@@ -599,8 +607,8 @@ def test_training_learns_and_records(trained: tuple[Path, int]) -> None:
 @pytest.mark.launch
 def test_model_loads_again(trained: tuple[Path, int]) -> None:
     folder, _ = trained
-    command = [sys.executable, "-c", RELOAD, str(tiny_model()), str(folder / "model")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = [warm_python(), "-c", RELOAD, str(tiny_model()), str(folder / "model")]
+    done = subprocess.run(command, env=warm_environment(), capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert found["finite"] and found["names"] and found["moved"] > 1
     assert [p.name for p in (folder / "checkpoints").glob("checkpoint-*")] == ["checkpoint-3"]
@@ -611,7 +619,7 @@ def test_resume_goes_on(trained: tuple[Path, int]) -> None:
     folder, _ = trained
     script = folder / "train.py"
     script.write_text(script.read_text().replace("max_steps=3", "max_steps=5"))
-    start(folder, RESUME="1")
+    start(folder, RESUME="1", **warm())
     steps = [row["step"] for row in rows(folder) if row["event"] == "step"]
     assert steps == [1, 2, 3, 4, 5]
 
@@ -645,7 +653,7 @@ def test_grpo_with_a_reward_of_the_users_own(tmp_path: Path) -> None:
         base_dir=str(tmp_path),
     )
     write_run(tmp_path / "run", render_run(spec))
-    start(tmp_path / "run")
+    start(tmp_path / "run", **warm())
     step = rows(tmp_path / "run")[1]
     assert step["event"] == "step" and step["grad_norm"] > 0
 
@@ -659,6 +667,8 @@ def test_a_model_without_weights_is_not_trained(tmp_path: Path) -> None:
         (bare / name).write_bytes((tiny_model() / name).read_bytes())
     spec = make_spec({"model": str(bare), "seq_len": 64}, {"micro_batch": 8}, cpu(), python=sys.executable)
     write_run(tmp_path / "run", render_run(spec))
-    done = subprocess.run(["bash", str(tmp_path / "run" / "command.sh")], capture_output=True, text=True, check=False)
+    command = ["bash", str(tmp_path / "run" / "command.sh")]
+    environment = {**os.environ, **warm()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "model.safetensors" in done.stderr
