@@ -208,13 +208,17 @@ def narrate(
 
 
 def _news_of_state(before: RunState | None, now: RunState) -> Iterator[str]:
-    """What a change of a running run's state has to say."""
-    if now.stage != "running":
+    """What a change of a run's state has to say while it runs; of its end, the attempt that nobody saw start."""
+    record, seen_running = now.record, before is not None and before.stage == "running"
+    if now.stage != "running" and not seen_running:
         return
-    if now.record is not None and now.record.attempt > 1 and (before is None or _attempt(before) != _attempt(now)):
-        start = f"from {now.record.resumed_from}" if now.record.resumed_from else "from the beginning"
-        yield f"attempt {now.record.attempt}, {start}: {now.record.change}"
-    if now.note is not None and (before is None or before.note != now.note):
+    if record is not None and record.attempt > 1 and (before is None or _attempt(before) != _attempt(now)):
+        # From the record: the supervisor's note of it stands for a moment only, and who looks now and then misses it.
+        if record.after is not None:
+            yield record.after
+        start = f"from {record.resumed_from}" if record.resumed_from else "from the beginning"
+        yield f"attempt {record.attempt}, {start}: {record.change}"
+    if now.stage == "running" and now.note is not None and (before is None or before.note != now.note):
         yield now.note
 
 

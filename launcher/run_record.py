@@ -84,6 +84,8 @@ class RunRecord:
     retries_left: int = 0
     resumed_from: str | None = None
     """Name of the checkpoint that the training goes on from."""
+    after: str | None = None
+    """How the attempt before this one ended, as one sentence; only of a retry."""
     change: str | None = None
     """What a retry altered, as one sentence."""
 

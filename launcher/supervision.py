@@ -156,7 +156,7 @@ class Supervisor:
             return None, None
         if not record.retries_left:
             return None, f"{record.attempt} attempts were made" if record.attempt > 1 else None
-        self._say({"retry": f"{outcome.sentence}; planning the next attempt"})
+        self._say({"retry": "ran out of memory; planning the next attempt"})
         answer = plan_next(self._folder, outcome, self._pause)
         if answer.problem is not None or self._stops:
             return None, f"no further attempt: {'it was stopped' if self._stops else answer.problem}"
@@ -170,6 +170,7 @@ class Supervisor:
                 attempt=record.attempt + 1,
                 retries_left=record.retries_left - 1,
                 resumed_from=answer.resumed_from,
+                after=outcome.sentence,
                 change=answer.sentence,
             )
             return self._start(following), None

@@ -151,7 +151,9 @@ class RunView:
         if self.state.outcome is not None:
             return f"{name}: {self.state.outcome.sentence}"
         note = f" ({self.state.note})" if self.state.note else ""
-        return f"{name}: {self.state.stage}{self._so_long()}{note}"
+        record = self.state.record
+        attempt = f", attempt {record.attempt}" if record is not None and record.attempt > 1 else ""
+        return f"{name}: {self.state.stage}{attempt}{self._so_long()}{note}"
 
     def _so_long(self) -> str:
         """`` for 21 min 44 s``, of a run that goes on."""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,23 @@ def test_narration_tells_the_first_and_the_last_step(root: Path) -> None:
     state = narrate(run, lines.append)
     assert state is not None and state.outcome is not None
     assert [line.split("  ")[0] for line in lines] == ["step 1", "step 100"]
+
+
+@pytest.mark.parametrize("looks", [["running", "running", "done"], ["running", "done"]])
+def test_a_retry_is_told_whenever_one_looks(looks: list[str], root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor's own note of it stands for a moment, and a short attempt may be over before the next look."""
+    run = make_run(root / "a", plan=None)
+    ended = start_run(run, detach=False).wait(10)
+    assert ended.record is not None
+    first = replace(ended, stage="running", outcome=None)
+    second = replace(
+        ended.record, id="second", attempt=2, after="out of memory in loss", resumed_from=None, change="micro-batch 1"
+    )
+    states = [first, *(replace(ended, stage=stage, record=second) for stage in looks[1:])]
+    monkeypatch.setattr("launcher.follow.follow", lambda folder, poll_s: [StateChange(state=s) for s in states])
+    lines: list[str] = []
+    narrate(run, lines.append)
+    assert lines == ["out of memory in loss", "attempt 2, from the beginning: micro-batch 1"]
 
 
 def test_the_closing_words_show_where_it_failed(root: Path) -> None:
