@@ -102,7 +102,7 @@ def asked_sets(cases: Cases) -> dict[str, tuple[Architecture, dict[str, Activati
 
 def write_probes(cases: Cases) -> None:
     """Trace what the cases ask for and keep it beside them: a minute, and torch in this Python."""
-    from launcher.tracing import trace
+    from launcher.evidence.tracing import trace
 
     documents = []
     for architecture, sets in asked_sets(cases).values():

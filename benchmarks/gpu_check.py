@@ -32,7 +32,7 @@ SPARE_S = 10.0
 """Kept for writing; no child starts later than this before the end."""
 
 if TYPE_CHECKING:
-    from launcher.measured_requests import Room
+    from launcher.evidence.measured_requests import Room
     from planner.choice import Choice
     from planner.machine import Machine
     from planner.measured import MeasuredRates
@@ -115,7 +115,7 @@ def narrate(name: str) -> Any:
 
 def measure_rates(room: Room, clock: Clock) -> tuple[dict[str, Any], MeasuredRates]:
     """The machine's rates as a document says them, and as the planner reads them."""
-    from launcher.measuring import ask_child
+    from launcher.evidence.measuring import ask_child
     from planner.measured_json import rates_of
 
     request = {"device": room.device, "memory_bytes": room.memory_bytes, "used_bytes": room.used_bytes, "seconds": 20}
@@ -173,8 +173,8 @@ def said(problem: Problem, choice: Choice) -> dict[str, Any]:
 
 def run_case(case: Case, machine: Machine, room: Room, rates: MeasuredRates | None, limit_s: float) -> dict[str, Any]:
     """Run a case: its probe at two depths and lengths, and where asked the whole model at both lengths."""
-    from launcher.measured_requests import job_facts, job_request
-    from launcher.measuring import ask_child
+    from launcher.evidence.measured_requests import job_facts, job_request
+    from launcher.evidence.measuring import ask_child
     from planner.measured import Measured, probe_depths
     from planner.measured_json import job_of
     from planner.problem import make_problem
@@ -193,7 +193,7 @@ def run_case(case: Case, machine: Machine, room: Room, rates: MeasuredRates | No
     document = {"kind": "job", "name": "this machine", "versions": answer["versions"]}
     facts = job_facts(problem, choice)
     probe = job_of(document | {"job": {**facts, "cells": seen[:4]}})
-    from launcher.measurement_store import card_of
+    from launcher.evidence.measurement_store import card_of
 
     told = Measured(card=card_of(machine), rates=rates, jobs=() if probe is None else (probe,))
     rows: list[dict[str, Any]] = []
@@ -287,10 +287,10 @@ def unpack(wheels: Path, into: Path) -> None:
 def run(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Everything that the time allows."""
     from launcher.errors import TrlfitError
-    from launcher.machines import resolve_machine
-    from launcher.measured_requests import room_of
-    from launcher.measurement_store import this_cpu
-    from launcher.stack import resolve_stack
+    from launcher.evidence.measured_requests import room_of
+    from launcher.evidence.measurement_store import this_cpu
+    from launcher.inputs.machines import resolve_machine
+    from launcher.inputs.stack import resolve_stack
     from profiles.releases import trl_release
 
     started, clock = time.monotonic(), Clock(asked.limit)

@@ -21,9 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launcher.measured_requests import job_cells, job_facts, job_request, room_of
-from launcher.measurement_store import this_cpu
-from launcher.measuring import ask_child
+from launcher.evidence.measured_requests import job_cells, job_facts, job_request, room_of
+from launcher.evidence.measurement_store import this_cpu
+from launcher.evidence.measuring import ask_child
 from launcher.planning import answered, plan_inputs
 from planner.choice import Choice
 from planner.job import Job

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launcher.tracing import trace
+from launcher.evidence.tracing import trace
 from planner.architecture import Architecture
 from planner.coefficients_json import CoefficientDocument, option_key, shape_hash
 from planner.formula import ActivationOptions

@@ -26,7 +26,7 @@ def _role_pairs(text: str) -> list[tuple[str, str]]:
 
 
 NODE_CARDS = 128
-"""Of `launcher.machines`, which most commands do without."""
+"""Of `launcher.inputs.machines`, which most commands do without."""
 
 
 def _counts(text: str) -> list[int]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from launcher.errors import TrlfitError
-from launcher.machines import resolve_machine
-from launcher.stack import inspect_stack
+from launcher.inputs.machines import resolve_machine
+from launcher.inputs.stack import inspect_stack
 from planner.stack import Stack
 
 

@@ -1,10 +1,13 @@
-"""Every folder trlfit reads or writes outside the run folder it was told about."""
+"""Every folder trlfit reads or writes outside the run folder it was told about, and where it lies itself."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+
+PACKAGES = Path(__file__).resolve().parents[1]
+"""Where our packages lie: a process started here finds them by ``-m``."""
 
 
 def cache_dir() -> Path:

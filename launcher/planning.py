@@ -9,17 +9,17 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
-from launcher.coefficient_store import may_trace, source_for
-from launcher.data_rows import count_rows
 from launcher.errors import UsageError
+from launcher.evidence.coefficient_store import may_trace, source_for
+from launcher.evidence.measurement_store import measured_for
 from launcher.flags import job_flags
-from launcher.job_file import resolve_job
-from launcher.machines import resolve_machine
-from launcher.measurement_store import measured_for
-from launcher.model_config import resolve_architecture
+from launcher.inputs.data_rows import count_rows
+from launcher.inputs.job_file import resolve_job
+from launcher.inputs.machines import resolve_machine
+from launcher.inputs.model_config import resolve_architecture
+from launcher.inputs.stack import resolve_stack
+from launcher.inputs.validation_text import shown
 from launcher.narration import Narrator, StderrNarrator
-from launcher.stack import resolve_stack
-from launcher.validation_text import shown
 from planner.adapters import TargetError
 from planner.architecture import Architecture
 from planner.config.families import FAMILIES

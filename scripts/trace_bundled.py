@@ -23,9 +23,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from launcher.coefficient_store import PACKAGES, default_options  # noqa: E402
 from launcher.errors import TrlfitError  # noqa: E402
-from launcher.tracing import trace  # noqa: E402
+from launcher.evidence.coefficient_store import PACKAGES, default_options  # noqa: E402
+from launcher.evidence.tracing import trace  # noqa: E402
 from planner.architecture import Architecture  # noqa: E402
 from planner.coefficients_json import CoefficientDocument, option_key, shape_hash  # noqa: E402
 from planner.config.reader import read_architecture  # noqa: E402

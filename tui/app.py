@@ -213,7 +213,7 @@ class TrlfitApp(RunsApp):
 
         def write(text: str) -> str | None:
             from launcher.output import json_lines
-            from launcher.run_record import replace_text
+            from launcher.running.run_record import replace_text
 
             return self._write_file(text, lambda file: replace_text(file.resolve(), json_lines(outcome.document)), None)
 

@@ -17,9 +17,9 @@ from tui.fields import Field
 from tui.session import Session
 
 if TYPE_CHECKING:
-    from launcher.data import DataReport
-    from launcher.gpus import CardSample
+    from launcher.nvml.gpus import CardSample
     from launcher.run_text.run_spec import RunSpec
+    from launcher.writing.data import DataReport
     from planner.machine import Card
     from planner.planning import PlanOutcome
 
@@ -105,7 +105,7 @@ def finding(field: Field, plan: Json | None, report: DataReport | None) -> str:
         count = format_count(plan["architecture"]["parameters"]["trainable"])
         return f"{count} parameters train; Enter steps through {', '.join(field.choices)}"
     if field.path == "machine":
-        from launcher.plan_text import machine_words  # the first plan comes after the first frame
+        from launcher.text.plan import machine_words  # the first plan comes after the first frame
 
         return machine_words(plan["machine"])
     if field.path == "data.dataset":
@@ -183,10 +183,10 @@ def launch_text(
         UsageError: the plan cannot be written or started from here.
         NothingFits: the chosen plan does not fit.
     """
-    from launcher.run_target import NothingFits, check_data_named, check_is_here, free_folder, spec_of
     from launcher.run_text.run_files import (
         render_run,  # writing costs 100 ms to import, which the first frame does not wait for
     )
+    from launcher.writing.run_target import NothingFits, check_data_named, check_is_here, free_folder, spec_of
 
     if outcome is None or candidate is None:
         raise UsageError("there is no plan to launch; 1 says why")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from planner.units import format_gib, format_seconds
 
 if TYPE_CHECKING:
-    from launcher.gpus import CardSample
+    from launcher.nvml.gpus import CardSample
     from planner.machine import Card
 
 Json = Mapping[str, Any]
@@ -46,7 +46,7 @@ def shown_candidates(plan: Json) -> list[Json]:
 
 def plan_row(rank: int, candidate: Json) -> tuple[str, ...]:
     """One candidate; ``rank`` from 1."""
-    from launcher.plan_text import choice_words  # the first plan comes after the first frame
+    from launcher.text.plan import choice_words  # the first plan comes after the first frame
 
     words, memory, time = choice_words(candidate["choice"]), candidate["memory"], candidate["time"]
     headroom = memory["headroom_bytes"]

@@ -35,7 +35,7 @@ def matching(text: str, names: Iterable[str]) -> list[str]:
 
 def models(text: str) -> list[str]:
     """Bundled ids, those of the hub's cache, and local folders that hold a config.json."""
-    from launcher.model_config import hub_cache
+    from launcher.inputs.model_config import hub_cache
     from profiles.models import model_ids
 
     local = [name for name in _entries(text) if name.endswith("/")] if _is_path(text) else []

@@ -14,9 +14,9 @@ from tui.fields import Field, fields_for
 from tui.session import Session
 
 if TYPE_CHECKING:
-    from launcher.data import DataReport
-    from launcher.gpus import CardSample, CardsReading
-    from launcher.history import HistoryRow
+    from launcher.ending.history import HistoryRow
+    from launcher.nvml.gpus import CardSample, CardsReading
+    from launcher.writing.data import DataReport
     from planner.machine import Card
     from planner.planning import PlanOutcome
     from planner.search import Candidate
@@ -156,7 +156,7 @@ class Known:
 
     def textbook_lines(self, width: int) -> str:
         """The textbook beside this stack, for lines of ``width`` cells."""
-        from launcher.plan_text import gap_text  # nothing of this is in the first frame
+        from launcher.text.plan import gap_text  # nothing of this is in the first frame
 
         document = self.ledger()
         return "no plan is chosen" if document is None else gap_text(document["textbook"], width)
@@ -178,7 +178,7 @@ class Known:
 
     def side_by_side(self, first: int, second: int) -> str:
         """Two of the candidates, as `plan --compare` has them."""
-        from launcher.comparison_text import comparison_text
+        from launcher.text.comparison import comparison_text
         from planner.advice.comparison import Compared, compared
 
         sides: list[Compared] = []
@@ -205,8 +205,8 @@ class Known:
 
     def files(self) -> tuple[dict[str, str], str]:
         """(files of the chosen plan by name, or why there are none)."""
-        from launcher.run_target import spec_of
         from launcher.run_text.run_files import render_run  # see tui/asked.py
+        from launcher.writing.run_target import spec_of
 
         try:
             if self.outcome is None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from textual.message import Message
 
 if TYPE_CHECKING:
-    from launcher.data import DataReport
-    from launcher.gpus import CardSample, CardsReading
-    from launcher.history import HistoryRow
+    from launcher.ending.history import HistoryRow
+    from launcher.nvml.gpus import CardSample, CardsReading
+    from launcher.writing.data import DataReport
     from planner.planning import PlanOutcome
     from tui.probe_view import ProbeView
     from tui.run_view import RunView

@@ -8,10 +8,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher.follow import Event, LogLine, MetricRow, Progress, StateChange
-from launcher.run_metrics import Predicted, as_integer, as_mapping, as_number, per_rank
-from launcher.run_record import PLAN, read_json
-from launcher.runs import RunState
+from launcher.ending.run_metrics import Predicted, as_integer, as_mapping, as_number, per_rank
+from launcher.running.follow import Event, LogLine, MetricRow, Progress, StateChange
+from launcher.running.run_record import PLAN, read_json
+from launcher.running.runs import RunState
 from planner.units import format_seconds
 
 LOG_LINES = 5000

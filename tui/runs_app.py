@@ -35,7 +35,7 @@ from tui.screens.base import PlanningScreen
 from tui.screens.modals import Picker, Question
 
 if TYPE_CHECKING:
-    from launcher.follow import Event
+    from launcher.running.follow import Event
 
 
 class RunsApp(App[int]):

@@ -13,8 +13,8 @@ import yaml
 
 from launcher.errors import UsageError
 from launcher.flags import FLAG_FIELDS
-from launcher.job_file import resolve_job
-from launcher.validation_text import shown
+from launcher.inputs.job_file import resolve_job
+from launcher.inputs.validation_text import shown
 from planner.job import Job
 
 JOB_FILE = Path("job.yaml")
@@ -52,7 +52,7 @@ class Session:
     @property
     def own_file(self) -> Path | None:
         """The job file, unless it is the record of a run, which saving must not change."""
-        from launcher.run_record import COMMAND  # saving is rare, and what it needs slow to load
+        from launcher.running.run_record import COMMAND  # saving is rare, and what it needs slow to load
 
         return None if self.file is None or (self.file.parent / COMMAND).is_file() else self.file
 
@@ -178,7 +178,7 @@ class Session:
             UsageError: an edit is wrong, or the path is no place for a file.
             OSError: the file cannot be written.
         """
-        from launcher.run_record import replace_text
+        from launcher.running.run_record import replace_text
 
         if path.exists() and not path.is_file():  # renaming over a device would take it away
             raise UsageError(f"{shown(path)} is a {'folder' if path.is_dir() else 'device'}; name a file")

@@ -38,9 +38,9 @@ from tui.messages import (
 )
 
 if TYPE_CHECKING:
-    from launcher.follow import Event
-    from launcher.history import HistoryRow
+    from launcher.ending.history import HistoryRow
     from launcher.run_text.run_spec import RunSpec
+    from launcher.running.follow import Event
     from planner.architecture import Architecture
     from planner.job import Job
     from planner.machine import Card
@@ -96,7 +96,7 @@ def make_plan(session: Session, asked: int, environ: Mapping[str, str], python: 
         python: the training Python.
         post: takes what was found.
     """
-    from launcher.gpus import read_cards
+    from launcher.nvml.gpus import read_cards
     from launcher.planning import plan_job
 
     worker = this_worker()
@@ -116,7 +116,7 @@ def make_plan(session: Session, asked: int, environ: Mapping[str, str], python: 
 
 def sample_cards(cards: Sequence[Card], rests: Callable[[], bool], post: Post) -> None:
     """Read the cards once a second, less often while nobody looks."""
-    from launcher.gpus import Sampler
+    from launcher.nvml.gpus import Sampler
 
     worker = this_worker()
     with Sampler(cards) as sampler:
@@ -126,8 +126,8 @@ def sample_cards(cards: Sequence[Card], rests: Callable[[], bool], post: Post) -
 
 def inspect_data(job: Job, architecture: Architecture, python: str | None, post: Post) -> None:
     """Look at the first rows of the job's data."""
-    from launcher.data import check_data
     from launcher.run_text.run_spec import model_source
+    from launcher.writing.data import check_data
 
     try:
         report = check_data(job, python=python, model_source=model_source(job, architecture))
@@ -138,10 +138,10 @@ def inspect_data(job: Job, architecture: Architecture, python: str | None, post:
 
 def trace_layers(view: ProbeView, job: Job, origins: Mapping[str, str], python: str | None, post: Post) -> None:
     """Trace what planning the job asks for with what is installed, and keep it."""
-    from launcher.coefficient_store import keep
     from launcher.commands.probe import asked_options, probe_text
+    from launcher.evidence.coefficient_store import keep
+    from launcher.evidence.tracing import trace
     from launcher.planning import plan_inputs
-    from launcher.tracing import trace
 
     began, problem = time.monotonic(), ""
 
@@ -191,7 +191,7 @@ def measure(view: ProbeView, words: Sequence[str], post: Post) -> None:
 
 def read_runs(post: Post) -> None:
     """Read the history."""
-    from launcher.history import history_rows
+    from launcher.ending.history import history_rows
 
     notes: list[str] = []
     rows: list[HistoryRow] = history_rows(None, notes)
@@ -200,8 +200,8 @@ def read_runs(post: Post) -> None:
 
 def launch(spec: RunSpec, folder: Path, *, start: bool, post: Post) -> None:
     """Check and write a run, and start it."""
-    from launcher.run_writing import write_checked
-    from launcher.runs import start_run
+    from launcher.running.runs import start_run
+    from launcher.writing.run_writing import write_checked
 
     try:
         post(LaunchNarrated(f"checking the data and the settings of {folder} in the training Python"))
@@ -215,7 +215,7 @@ def launch(spec: RunSpec, folder: Path, *, start: bool, post: Post) -> None:
 
 def watch_run(view: RunView, put: Callable[[Event], object], post: Post) -> None:
     """Hand every event of a run to ``put`` until it is over."""
-    from launcher.follow import follow
+    from launcher.running.follow import follow
 
     worker = this_worker()
     try:
@@ -227,7 +227,7 @@ def watch_run(view: RunView, put: Callable[[Event], object], post: Post) -> None
 
 def end_run(folder: Path, post: Post) -> None:
     """End a run and everything that it started."""
-    from launcher.runs import stop_run
+    from launcher.running.runs import stop_run
 
     try:
         began = time.monotonic()

@@ -10,12 +10,12 @@ from typing import Any
 
 from launcher.errors import ExitCode
 from launcher.flags import job_flags
-from launcher.job_file import job_over
+from launcher.inputs.job_file import job_over
+from launcher.inputs.plan_file import read_old_plan
+from launcher.inputs.validation_text import shown
 from launcher.output import print_json_lines, print_text
-from launcher.plan_file import read_old_plan
 from launcher.planning import answered, inputs_of_job, job_from_args
-from launcher.validation_text import shown
-from launcher.wrapping import wrapped
+from launcher.text.wrapping import wrapped
 from planner.advice.old_plan import held_against
 from planner.units import format_gib, format_seconds
 

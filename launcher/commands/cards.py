@@ -9,11 +9,11 @@ from math import isfinite
 from typing import Any
 
 from launcher.errors import ExitCode, UsageError
-from launcher.machines import resolve_machine
+from launcher.inputs.machines import resolve_machine
 from launcher.output import print_json_lines, print_text, table
-from launcher.plan_text import choice_words
 from launcher.planning import answered, inputs_of_job, job_from_args
-from launcher.wrapping import wrapped
+from launcher.text.plan import choice_words
+from launcher.text.wrapping import wrapped
 from planner.advice.card_ranking import Offer, rank_offers
 from planner.units import format_gib, format_seconds
 from profiles.cards import CardNotFound, CardProfile, find_card, load_cards

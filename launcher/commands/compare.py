@@ -25,7 +25,7 @@ def run_compare(args: argparse.Namespace) -> int:
     if args.json:
         print_json_lines(document)
     else:
-        from launcher.comparison_text import comparison_text
+        from launcher.text.comparison import comparison_text
 
         print_text(comparison_text(document))
     fits = any(side["candidate"]["fits"] for side in document["sides"])

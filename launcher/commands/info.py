@@ -7,11 +7,11 @@ from typing import Any
 
 from launcher.doctor import Check, checkup
 from launcher.errors import ExitCode
-from launcher.machines import resolve_machine
+from launcher.inputs.machines import resolve_machine
+from launcher.inputs.stack import resolve_stack
 from launcher.output import print_json, print_text, table
-from launcher.plan_text import machine_words
-from launcher.stack import resolve_stack
-from launcher.wrapping import wrapped
+from launcher.text.plan import machine_words
+from launcher.text.wrapping import wrapped
 from planner.architecture import Architecture
 from planner.config.reader import read_architecture
 from planner.machine import Card

@@ -9,8 +9,8 @@ from typing import Any
 from launcher.errors import ExitCode, UsageError
 from launcher.flags import FLAG_FIELDS
 from launcher.output import print_json, print_text
-from launcher.plan_text import ledger_text, textbook_text
 from launcher.planning import choice_from_args
+from launcher.text.plan import ledger_text, textbook_text
 from planner.ledger import ledger
 from planner.one_choice import OneChoice
 from planner.planning import host_warnings

@@ -9,8 +9,7 @@ from typing import Any
 
 from launcher.diagnostics import report_note
 from launcher.errors import EnvironmentLacks, ExitCode, ProbeFailed, TrlfitError, UsageError
-from launcher.machines import resolve_machine
-from launcher.measured_requests import (
+from launcher.evidence.measured_requests import (
     ROUNDS,
     TIMED_STEPS,
     WARM_STEPS,
@@ -24,8 +23,7 @@ from launcher.measured_requests import (
     room_of,
     said_beforehand,
 )
-from launcher.measured_text import measurement_text, shown_text
-from launcher.measurement_store import (
+from launcher.evidence.measurement_store import (
     EXPORT_SCHEMA,
     card_of,
     check_room_to_keep,
@@ -37,10 +35,12 @@ from launcher.measurement_store import (
     read_measurements,
     this_cpu,
 )
-from launcher.measuring import ask_child
+from launcher.evidence.measuring import ask_child
+from launcher.inputs.machines import resolve_machine
 from launcher.narration import narrate_step
 from launcher.output import print_json, print_text
 from launcher.planning import answered, job_from_args, plan_inputs
+from launcher.text.measured import measurement_text, shown_text
 from planner.choice import Choice
 from planner.machine import Machine
 from planner.measured import probed_choice
@@ -149,8 +149,8 @@ def _announce(what: str, room: Room, taken: int, seconds: float, limit_s: float)
 
 
 def _measure_rates(args: argparse.Namespace) -> dict[str, Any]:
-    from launcher.job_file import resolve_job
-    from launcher.stack import resolve_stack
+    from launcher.inputs.job_file import resolve_job
+    from launcher.inputs.stack import resolve_stack
 
     named = args.machine or (resolve_job(args.job, {}, {})[0].machine if args.job else "local")
     machine = resolve_machine(named)

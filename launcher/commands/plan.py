@@ -29,7 +29,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.json:
         print_json_lines(outcome.document)
     else:
-        from launcher.plan_text import plan_text
+        from launcher.text.plan import plan_text
 
         print_text(plan_text(outcome.document))
     return ExitCode.DONE if outcome.best else ExitCode.NOTHING_FITS

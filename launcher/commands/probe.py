@@ -6,12 +6,12 @@ import argparse
 import time
 from dataclasses import replace
 
-from launcher.coefficient_store import cache_folder, keep, siblings
 from launcher.errors import EnvironmentLacks, ExitCode, ProbeFailed, UsageError
+from launcher.evidence.coefficient_store import cache_folder, keep, siblings
+from launcher.evidence.tracing import trace
 from launcher.narration import StderrNarrator
 from launcher.output import print_json, print_text, table
 from launcher.planning import job_from_args, plan_inputs
-from launcher.tracing import trace
 from planner.architecture import Architecture
 from planner.coefficients import Coefficients
 from planner.coefficients_json import MODES, CoefficientDocument, coefficients_of, option_key

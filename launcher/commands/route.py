@@ -7,17 +7,17 @@ from dataclasses import fields
 from typing import Any
 
 from launcher.errors import ExitCode, UsageError
-from launcher.machines import resolve_machine
-from launcher.measuring import ask_child
-from launcher.model_config import resolve_architecture
+from launcher.evidence.measuring import ask_child
+from launcher.inputs.machines import resolve_machine
+from launcher.inputs.model_config import resolve_architecture
+from launcher.inputs.stack import resolve_stack
 from launcher.narration import narrate_step
 from launcher.output import print_json, print_text
 from launcher.planning import card_profile
-from launcher.route_probe_text import probe_text
-from launcher.route_text import table_text
 from launcher.run_text.route_script import recipe_json
 from launcher.run_text.run_spec import absolute
-from launcher.stack import resolve_stack
+from launcher.text.route_probe import probe_text
+from launcher.text.routes import table_text
 from planner.machine_hardware import gpu_hardware
 from planner.routes import capability_of, capability_words, lack_of
 from profiles.routes import PRODUCTS, Route, find_route, load_routes, spelled_out

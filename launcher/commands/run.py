@@ -8,21 +8,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.checkpoints import disk_need, last_checkpoint
 from launcher.diagnostics import report_note
+from launcher.ending.history import HistoryRow, error_summary, history_rows, table_rows
+from launcher.ending.outcomes import Outcome
+from launcher.ending.prediction_errors import ERRORS_SCHEMA, error_groups, error_table
 from launcher.errors import EnvironmentLacks, ExitCode, TrlfitError, UsageError
-from launcher.follow import closing_lines, narrate
-from launcher.history import HistoryRow, error_summary, history_rows, table_rows
-from launcher.outcomes import Outcome
+from launcher.inputs.validation_text import shown
 from launcher.output import print_json, print_text, table
-from launcher.prediction_errors import ERRORS_SCHEMA, error_groups, error_table
-from launcher.run_folder import is_run_folder
-from launcher.run_record import PLAN, claim, forget_next, read_json, release, stage_next
-from launcher.run_target import Target, check_is_here, free_folder, resolve_target
-from launcher.run_writing import check_settings, write_checked
-from launcher.runs import RunHandle, RunState, run_state, start_run, stop_run
-from launcher.validation_text import shown
-from launcher.watchdog import room_problem
+from launcher.running.checkpoints import disk_need, last_checkpoint
+from launcher.running.follow import closing_lines, narrate
+from launcher.running.run_record import PLAN, claim, forget_next, read_json, release, stage_next
+from launcher.running.runs import RunHandle, RunState, run_state, start_run, stop_run
+from launcher.running.watchdog import room_problem
+from launcher.writing.run_folder import is_run_folder
+from launcher.writing.run_target import Target, check_is_here, free_folder, resolve_target
+from launcher.writing.run_writing import check_settings, write_checked
 from planner.units import format_bytes, format_seconds
 
 MAX_GRACE_S = 86_400
@@ -117,7 +117,7 @@ def _start(folder: Path, args: argparse.Namespace, *, resume: bool) -> RunHandle
 
 def _stage_next(folder: Path, *, dry: bool) -> bool:
     """Plan what follows a run that ran out of memory; whether it goes on from a checkpoint."""
-    from launcher.next_plan import next_run  # the planner, which starting a written run does without
+    from launcher.running.next_plan import next_run  # the planner, which starting a written run does without
 
     state = run_state(folder)
     if state.stage == "running":
@@ -216,7 +216,7 @@ def _offered(folder: Path, outcome: Outcome) -> dict[str, str | None] | None:
     """What `--next` would launch after a run that went out of memory, or why it would not; None for other ends."""
     if outcome.kind != "out_of_memory":
         return None
-    from launcher.next_plan import next_run  # the planner, which other ends do without
+    from launcher.running.next_plan import next_run  # the planner, which other ends do without
 
     try:
         found = next_run(folder, outcome)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launcher.gpus import CardsReading
 from launcher.nvml.calls import Nvml, NvmlCode, NvmlRefused
 from launcher.nvml.card import FoundCard, find_cards, read_card
+from launcher.nvml.gpus import CardsReading
 from launcher.nvml.links import peers, read_bus, read_link_ends
 from launcher.nvml.visible import Unit, visible_units
 from planner.machine import Card

@@ -8,8 +8,6 @@ import shlex
 
 import yaml
 
-from launcher.run_record import COMMAND as COMMAND_FILE
-from launcher.run_record import PLAN as PLAN_FILE
 from launcher.run_text.accelerate_config import (
     ACCELERATE_FILE,
     DEEPSPEED_FILE,
@@ -18,6 +16,8 @@ from launcher.run_text.accelerate_config import (
 )
 from launcher.run_text.run_spec import RunSpec as RunSpec
 from launcher.run_text.training_script import render_training_script
+from launcher.running.run_record import COMMAND as COMMAND_FILE
+from launcher.running.run_record import PLAN as PLAN_FILE
 from planner.choice import ZERO
 from planner.machine_hardware import cards_by_room
 

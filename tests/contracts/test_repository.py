@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher.doctor import REQUIRED
-from launcher.job_file import resolve_job
+from launcher.inputs.job_file import resolve_job
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

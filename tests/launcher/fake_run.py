@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from launcher.processes import kill_tree, members
-from launcher.run_record import MARKER, marker_of
+from launcher.running.processes import kill_tree, members
+from launcher.running.run_record import MARKER, marker_of
 
 GIB = 1 << 30
 
@@ -90,6 +90,6 @@ def sweep(root: Path) -> None:
             kill_tree(marker=marker_of(folder), grace_s=0)
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "launcher.supervisor" in words and any(word.startswith(str(root)) for word in words):
+        if "launcher.running.supervisor" in words and any(word.startswith(str(root)) for word in words):
             os.kill(process.pid, signal.SIGKILL)
     assert MARKER not in os.environ

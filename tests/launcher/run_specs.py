@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from launcher.model_config import resolve_architecture
+from launcher.inputs.model_config import resolve_architecture
 from launcher.run_text.run_spec import RunSpec
 from planner.architecture import Architecture
 from planner.choice import Choice

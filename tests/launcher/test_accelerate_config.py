@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from launcher.errors import UsageError
-from launcher.run_folder import write_run
 from launcher.run_text.accelerate_config import accelerate_config, deepspeed_config, render_accelerate_yaml
 from launcher.run_text.run_files import render_run
+from launcher.writing.run_folder import write_run
 from tests.launcher.run_specs import VARIANTS, gpus, make_spec
 from tests.launcher.tiny_models import CHILDREN
 

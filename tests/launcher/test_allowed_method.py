@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher.history import describe
+from launcher.ending.history import describe
 from tests.launcher.command_line import Said, here, write_files
 
 MODEL = "deepseek-ai/DeepSeek-V2-Lite"

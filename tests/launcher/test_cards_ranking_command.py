@@ -7,7 +7,7 @@ import json
 import pytest
 
 from launcher.cli import NODE_CARDS
-from launcher.machines import MAX_CARDS
+from launcher.inputs.machines import MAX_CARDS
 from profiles.cards import load_cards
 from tests.launcher.command_line import MODEL, assert_refused, here
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from launcher.cli import COMMANDS
-from launcher.runs import run_state, stop_run
+from launcher.running.runs import run_state, stop_run
 from tests.launcher.command_line import (
     H100,
     MODEL,

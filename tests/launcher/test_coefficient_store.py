@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from launcher.coefficient_store import cache_folder, default_options, keep, may_trace, siblings, source_for
-from launcher.tracing import request_for
+from launcher.evidence.coefficient_store import cache_folder, default_options, keep, may_trace, siblings, source_for
+from launcher.evidence.tracing import request_for
 from planner.architecture import Architecture
 from planner.coefficients import Affine, Highest
 from planner.coefficients_json import CoefficientDocument, coefficients_of, option_key, shape_hash
@@ -149,7 +149,7 @@ def test_a_refusal_is_remembered_and_said() -> None:
 WRITER = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from launcher.coefficient_store import keep
+from launcher.evidence.coefficient_store import keep
 from planner.coefficients_json import CoefficientDocument
 import json
 found = CoefficientDocument.from_json(json.load(sys.stdin))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from launcher.data import DataReport, check_data
 from launcher.errors import EnvironmentLacks, UsageError
+from launcher.writing.data import DataReport, check_data
 from planner.job import Job
 from tests.launcher.tiny_models import EXAMPLES, templateless_model, tiny_model
 from tests.launcher.warm_python import warm_python, warm_variables

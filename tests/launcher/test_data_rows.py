@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import data_rows
-from launcher.data_rows import count_rows
+from launcher.inputs import data_rows
+from launcher.inputs.data_rows import count_rows
 
 
 def test_one_object_a_line(tmp_path: Path) -> None:

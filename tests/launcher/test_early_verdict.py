@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from launcher.early_verdict import BatchMemory, Seen, early_verdict
-from launcher.follow import narrate
-from launcher.progress import live
+from launcher.running.early_verdict import BatchMemory, Seen, early_verdict
+from launcher.running.follow import narrate
+from launcher.running.progress import live
 from tests.launcher.fake_run import GIB, PLAN, make_run
 
 PHASES = [

@@ -16,11 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher import runs
-from launcher.history import history_rows, read_entries
-from launcher.outcomes import Outcome
-from launcher.processes import alive
-from launcher.runs import RunHandle, run_state, start_run
+from launcher.ending.history import history_rows, read_entries
+from launcher.ending.outcomes import Outcome
+from launcher.running import runs
+from launcher.running.processes import alive
+from launcher.running.runs import RunHandle, run_state, start_run
 from tests.launcher.command_line import ROOT
 from tests.launcher.fake_run import GIB, appends, left_over, make_run, rows, sweep, wait_for
 from tests.launcher.tiny_models import EXAMPLES
@@ -291,7 +291,7 @@ def test_a_copy_of_a_live_run_is_not_the_run(root: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from launcher.history import append_end
+from launcher.ending.history import append_end
 from tests.launcher.test_history import outcome, record
 
 number = 0

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.follow import (
+from launcher.ending.outcomes import Outcome
+from launcher.running.follow import (
     BadRow,
     Event,
     LogLine,
@@ -25,8 +26,7 @@ from launcher.follow import (
     follow,
     narrate,
 )
-from launcher.outcomes import Outcome
-from launcher.runs import run_state, start_run, stop_run
+from launcher.running.runs import run_state, start_run, stop_run
 from tests.launcher.fake_run import GIB, appends, make_run, rows, sweep, wait_for
 
 ROWS = rows((1, 2.0, 3.0, [49 * GIB, 51 * GIB]), (2, 1.5, 2.0, [49 * GIB, 51 * GIB]))
@@ -146,8 +146,8 @@ def test_an_interrupted_follower_leaves_the_run_alone(root: Path) -> None:
     run = make_run(root / "a", bash="echo one; sleep 60")
     script = f"""
 from pathlib import Path
-from launcher.follow import narrate
-from launcher.runs import start_run
+from launcher.running.follow import narrate
+from launcher.running.runs import start_run
 run = Path({str(run)!r})
 start_run(run, detach=False)
 print("interrupted" if narrate(run, lambda line: print(line, flush=True), log=True) is None else "over")
@@ -239,7 +239,7 @@ def test_a_retry_is_told_whenever_one_looks(looks: list[str], root: Path, monkey
         ended.record, id="second", attempt=2, after="out of memory in loss", resumed_from=None, change="micro-batch 1"
     )
     states = [first, *(replace(ended, stage=stage, record=second) for stage in looks[1:])]
-    monkeypatch.setattr("launcher.follow.follow", lambda folder, poll_s: [StateChange(state=s) for s in states])
+    monkeypatch.setattr("launcher.running.follow.follow", lambda folder, poll_s: [StateChange(state=s) for s in states])
     lines: list[str] = []
     narrate(run, lines.append)
     assert lines == ["out of memory in loss", "attempt 2, from the beginning: micro-batch 1"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launcher.gpus import Sampler, read_cards
+from launcher.nvml.gpus import Sampler, read_cards
 from launcher.nvml.visible import DeviceName, SliceName, visible_units
 from planner.machine import Card
 from tests.launcher.nvml_stub.machines import A100_SLICED, H100, RTX3090, NvmlStub, machine, uuid
@@ -256,7 +256,7 @@ def test_no_driver_at_all_costs_no_import() -> None:
     reading = read_cards()
     assert reading.cards == () and not reading.answered
     assert reading.notes == ("no NVIDIA driver here: libnvidia-ml.so.1 is not found",)
-    code = "import sys, launcher.gpus as g; g.read_cards(); print('pynvml' in sys.modules)"
+    code = "import sys, launcher.nvml.gpus as g; g.read_cards(); print('pynvml' in sys.modules)"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
     assert child.stdout.strip() == "False"
 
@@ -264,7 +264,7 @@ def test_no_driver_at_all_costs_no_import() -> None:
 def test_a_foreign_file_under_the_librarys_name(nvml_stub: NvmlStub, tmp_path: Path) -> None:
     (tmp_path / "libnvidia-ml.so.1").write_bytes(b"")
     environ = nvml_stub.environ(machine(H100)) | {"LD_LIBRARY_PATH": str(tmp_path)}
-    code = "from launcher.gpus import read_cards; print(read_cards().notes[0])"
+    code = "from launcher.nvml.gpus import read_cards; print(read_cards().notes[0])"
     child = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     assert "cannot be loaded" in child.stdout and "too short" in child.stdout
 
@@ -341,7 +341,7 @@ def test_visible_slices_of_several_cards() -> None:
 SAMPLE = """
 import json, os, sys
 from pathlib import Path
-from launcher.gpus import Sampler, read_cards
+from launcher.nvml.gpus import Sampler, read_cards
 shape = Path(os.environ["TRLFIT_NVML_STUB"])
 def keep(samples):
     return [{"used": s.used_bytes, "load": s.utilisation_percent, "temperature": s.temperature_c,

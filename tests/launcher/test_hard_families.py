@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from launcher.coefficient_store import LINEAR_KERNELS, default_options
-from launcher.tracing import document_of, request_for, trace
+from launcher.evidence.coefficient_store import LINEAR_KERNELS, default_options
+from launcher.evidence.tracing import document_of, request_for, trace
 from planner.architecture import Architecture
 from planner.choice import Choice
 from planner.coefficients import Coefficients

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.history import (
+from launcher.ending.history import (
     HistoryRow,
     append_end,
     append_start,
@@ -22,10 +22,10 @@ from launcher.history import (
     read_entries,
     table_rows,
 )
-from launcher.outcomes import Outcome, classify
-from launcher.processes import create_time, this_host
-from launcher.run_metrics import Metrics, Predicted, parse_row
-from launcher.run_record import RunRecord, read_json, write_beside
+from launcher.ending.outcomes import Outcome, classify
+from launcher.ending.run_metrics import Metrics, Predicted, parse_row
+from launcher.running.processes import create_time, this_host
+from launcher.running.run_record import RunRecord, read_json, write_beside
 from tests.launcher.fake_run import GIB, PLAN, make_run
 
 
@@ -172,7 +172,7 @@ import sys
 sys.path.insert(0, "tests/launcher")
 from pathlib import Path
 from tests.launcher.test_history import outcome, record
-from launcher.history import append_end
+from launcher.ending.history import append_end
 for n in range(40):
     append_end(record(Path("/runs/a"), name=f"{sys.argv[1]}-{n}"), outcome())
 """
@@ -188,7 +188,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
 import resource, sys
 from pathlib import Path
 from tests.launcher.test_history import outcome, record
-from launcher.history import append_end, history_path
+from launcher.ending.history import append_end, history_path
 size = history_path().stat().st_size
 resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, size + 100))
 try:

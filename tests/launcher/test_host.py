@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.host import read_host
+from launcher.inputs.host import read_host
 
 MIB = 1024**2
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from launcher.model_config import resolve_architecture
+from launcher.inputs.model_config import resolve_architecture
 from planner.blocks import parameter_blocks
 from planner.choice import Choice
 from planner.host_memory import HostPart, Node, host_parts, largest_parameter_bytes

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from launcher.errors import UsageError
-from launcher.job_file import load_job_file, read_text, resolve_job
-from launcher.strict_yaml import MAX_DEPTH, MAX_VALUES, StrictLoader
-from launcher.validation_text import shown
+from launcher.inputs.job_file import load_job_file, read_text, resolve_job
+from launcher.inputs.strict_yaml import MAX_DEPTH, MAX_VALUES, StrictLoader
+from launcher.inputs.validation_text import shown
 from planner.job import MAX_DEPTH as MAX_FREE_DEPTH
 from planner.job import Job
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher import settling
-from launcher.kernel_log import KernelKill, kills_since
-from launcher.outcomes import classify
-from launcher.run_metrics import Metrics, Predicted
+from launcher.ending import settling
+from launcher.ending.kernel_log import KernelKill, kills_since
+from launcher.ending.outcomes import classify
+from launcher.ending.run_metrics import Metrics, Predicted
 from tests.launcher.test_history import record
 
 LOG = """\

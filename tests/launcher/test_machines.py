@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from launcher.errors import UsageError
-from launcher.machines import machine_from_json, resolve_machine
+from launcher.inputs.machines import machine_from_json, resolve_machine
 from planner.machine import Machine
 from tests.launcher.nvml_stub.machines import H100, RTX3090, NvmlStub, machine
 
@@ -16,7 +16,7 @@ MIB = 1024**2
 
 RESOLVE = """
 import sys
-from launcher.machines import resolve_machine
+from launcher.inputs.machines import resolve_machine
 sys.stdout.write(resolve_machine({spec!r}, {nodes}).model_dump_json(by_alias=True))
 """
 

@@ -16,7 +16,7 @@ import platformdirs
 import pytest
 
 from launcher.errors import UsageError
-from launcher.measurement_store import (
+from launcher.evidence.measurement_store import (
     export_measurements,
     forget_measurements,
     import_measurements,
@@ -250,7 +250,7 @@ def test_pipes_are_written_to_and_never_waited_for_or_replaced(tmp_path: Path) -
 WRITER = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from launcher.measurement_store import keep_measurement
+from launcher.evidence.measurement_store import keep_measurement
 found = json.load(sys.stdin)
 print("ready", flush=True)
 while True:

@@ -14,11 +14,19 @@ from typing import Any
 
 import pytest
 
-from launcher import measuring
 from launcher.errors import EnvironmentLacks, ProbeFailed, UsageError
-from launcher.measured_requests import Room, check_job, check_probed, job_cells, job_facts, job_request, room_of
-from launcher.measurement_store import PACKAGES
-from launcher.measuring import ask_child
+from launcher.evidence import measuring
+from launcher.evidence.measured_requests import (
+    Room,
+    check_job,
+    check_probed,
+    job_cells,
+    job_facts,
+    job_request,
+    room_of,
+)
+from launcher.evidence.measurement_store import PACKAGES
+from launcher.evidence.measuring import ask_child
 from launcher.planning import plan_inputs
 from planner.choice import Choice
 from planner.job import Job
@@ -99,7 +107,7 @@ def test_a_child_that_fails_says_why(code: str, error: type[Exception], said: st
 def test_nothing_outlives_whoever_asked(sent: signal.Signals, script: Path) -> None:
     script.write_text(CHILD + "time.sleep(60)\n")
     asks = (
-        "import sys\nfrom pathlib import Path\nfrom launcher import measuring\n"
+        "import sys\nfrom pathlib import Path\nfrom launcher.evidence import measuring\n"
         f"measuring.CHILDREN = Path({str(script.parent)!r})\n"
         "measuring.ask_child('child.py', {}, python=None, limit_s=60, environment={},"
         " progress=lambda d, o, what, s: print(what, flush=True))\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import EnvironmentLacks, UsageError
-from launcher.model_config import hub_cache, resolve_architecture
+from launcher.inputs.model_config import hub_cache, resolve_architecture
 from tests.launcher.command_line import DEAD_HUB, H100, TINY_CONFIG, assert_refused, child, command_environment
 
 PARAMETERS = 210_240

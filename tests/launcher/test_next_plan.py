@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
+from launcher.ending.log_evidence import Shortage
+from launcher.ending.outcomes import Outcome
 from launcher.errors import UsageError
-from launcher.log_evidence import Shortage
-from launcher.next_plan import next_run
-from launcher.outcomes import Outcome
-from launcher.run_record import claim, release, set_aside, stage_next
-from launcher.run_target import NothingFits
-from launcher.runs import RunState
+from launcher.running.next_plan import next_run
+from launcher.running.run_record import claim, release, set_aside, stage_next
+from launcher.running.runs import RunState
+from launcher.writing.run_target import NothingFits
 from tests.launcher.command_line import H100, MODEL, assert_refused, here
 from tests.launcher.tiny_models import EXAMPLES
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.judgement import KINDS, Circumstances, Kind
-from launcher.log_evidence import Shortage, read_evidence, read_shortage, read_tail
-from launcher.outcomes import Outcome, classify
-from launcher.run_metrics import Metrics, Predicted, read_metrics, summarise
+from launcher.ending.judgement import KINDS, Circumstances, Kind
+from launcher.ending.log_evidence import Shortage, read_evidence, read_shortage, read_tail
+from launcher.ending.outcomes import Outcome, classify
+from launcher.ending.run_metrics import Metrics, Predicted, read_metrics, summarise
 from tests.launcher.fake_run import GIB, PLAN, rows
 
 LOGS = Path(__file__).parent / "logs"

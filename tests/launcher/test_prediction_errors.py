@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from launcher.history import append_end
-from launcher.outcomes import Outcome
-from launcher.prediction_errors import error_groups, error_table
-from launcher.run_metrics import Metrics, Predicted
-from launcher.run_record import write_beside
+from launcher.ending.history import append_end
+from launcher.ending.outcomes import Outcome
+from launcher.ending.prediction_errors import error_groups, error_table
+from launcher.ending.run_metrics import Metrics, Predicted
+from launcher.running.run_record import write_beside
 from tests.launcher.command_line import here
 from tests.launcher.fake_run import GIB, PLAN, make_run
 from tests.launcher.test_history import record

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.processes import (
+from launcher.running.processes import (
     Boot,
     alive,
     create_time,

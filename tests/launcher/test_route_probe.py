@@ -12,7 +12,7 @@ import pytest
 
 from launcher.cli import main
 from launcher.errors import ExitCode
-from launcher.route_probe_text import probe_text
+from launcher.text.route_probe import probe_text
 from tests.launcher.test_launch_command import environment
 
 

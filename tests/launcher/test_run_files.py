@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from launcher.errors import EnvironmentLacks, UsageError
-from launcher.model_config import resolve_architecture
-from launcher.processes import create_time, this_host
-from launcher.run_folder import is_run_folder, write_run
-from launcher.run_record import RUN, RunRecord, write_beside
+from launcher.inputs.model_config import resolve_architecture
 from launcher.run_text.run_files import RunSpec, render_run
+from launcher.running.processes import create_time, this_host
+from launcher.running.run_record import RUN, RunRecord, write_beside
+from launcher.writing.run_folder import is_run_folder, write_run
 from planner.job import Job
 from planner.problem import run_file_names
 from tests.launcher.run_specs import VARIANTS, cpu, gpus, make_spec
@@ -317,7 +317,7 @@ def test_a_write_that_fails_halfway_leaves_nothing(tmp_path: Path) -> None:
     code = (
         "import sys, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "from pathlib import Path\n"
-        "from launcher.run_folder import write_run\n"
+        "from launcher.writing.run_folder import write_run\n"
         "files = {'train.py': 'a', 'accelerate.yaml': 'b', 'command.sh': 'x' * 100_000}\n"
         "write_run(Path(sys.argv[1]), files, overwrite=True)\n"
     )

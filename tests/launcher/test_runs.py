@@ -16,13 +16,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher import processes, run_record, runs
+from launcher.ending.history import history_rows, read_entries
+from launcher.ending.outcomes import Outcome
 from launcher.errors import EnvironmentLacks, TrainingFailed, UsageError
-from launcher.history import history_rows, read_entries
-from launcher.outcomes import Outcome
-from launcher.processes import Boot, alive
-from launcher.run_record import RunRecord, claim, read_record, release, write_beside
-from launcher.runs import RunHandle, run_state, start_run, stop_run
+from launcher.running import processes, run_record, runs
+from launcher.running.processes import Boot, alive
+from launcher.running.run_record import RunRecord, claim, read_record, release, write_beside
+from launcher.running.runs import RunHandle, run_state, start_run, stop_run
 from tests.launcher.fake_run import GIB, appends, left_over, make_run, rows, sweep, wait_for
 
 SLEEPS = "echo started; sleep 60"
@@ -485,10 +485,10 @@ def test_by_hand_without_us(root: Path) -> None:
 
 
 def test_in_the_foreground_for_a_scheduler(root: Path) -> None:
-    """``python -m launcher.supervisor FOLDER`` waits, and its exit code tells."""
+    """``python -m launcher.running.supervisor FOLDER`` waits, and its exit code tells."""
     for bash, code in (("true", 0), ("false", 6)):
         run = make_run(root / f"exit{code}", bash=bash)
-        command = [sys.executable, "-m", "launcher.supervisor", str(run)]
+        command = [sys.executable, "-m", "launcher.running.supervisor", str(run)]
         assert subprocess.run(command, capture_output=True, timeout=20).returncode == code
 
 
@@ -522,7 +522,7 @@ def test_half_a_file_is_never_left(root: Path) -> None:
     script = f"""
 import resource, sys
 from pathlib import Path
-from launcher.run_record import write_beside
+from launcher.running.run_record import write_beside
 resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
 try:
     write_beside(Path({str(root)!r}) / "outcome.json", {{"kind": "done", "sentence": "x" * 500}})
@@ -584,7 +584,7 @@ def test_the_kernels_kill_is_told_from_another(root: Path) -> None:
     try:
         hog = "echo start; exec python3 -c 'x = bytearray(200 << 20)'"
         run = make_run(root / "a", bash=f"{appends(rows(end=False))}; {hog}")
-        enter = f"echo $$ > {place}/cgroup.procs; exec {sys.executable} -m launcher.supervisor {run}"
+        enter = f"echo $$ > {place}/cgroup.procs; exec {sys.executable} -m launcher.running.supervisor {run}"
         subprocess.run(["bash", "-c", enter], check=False, capture_output=True, timeout=30)
         outcome = run_state(run).outcome
         assert outcome is not None
@@ -610,6 +610,6 @@ def own_memory_group() -> Path | None:
 
 def test_the_supervisor_is_light() -> None:
     """It stays for days beside the training: no document models, no screens."""
-    script = "import sys, launcher.supervisor; print(*sys.modules)"
+    script = "import sys, launcher.running.supervisor; print(*sys.modules)"
     modules = set(subprocess.check_output([sys.executable, "-c", script], text=True).split())
     assert not modules & {"pydantic", "yaml", "textual", "rich", "torch", "asyncio", "pynvml"}

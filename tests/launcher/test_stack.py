@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher import stack as stack_module
 from launcher.errors import EnvironmentLacks, UsageError
-from launcher.stack import inspect_stack, resolve_stack
+from launcher.inputs import stack as stack_module
+from launcher.inputs.stack import inspect_stack, resolve_stack
 from planner.stack import PACKAGES
 from profiles.stacks import load_packages
 
@@ -70,9 +70,9 @@ def program(folder: Path, text: str, name: str = "python") -> str:
 def test_this_python_is_asked_without_a_child_and_without_torch() -> None:
     code = """
 import json, sys
-from launcher.stack import inspect_stack
+from launcher.inputs.stack import inspect_stack
 print(json.dumps([inspect_stack().versions, [m for m in sys.modules if m in
-    ("torch", "trl", "transformers", "launcher.stack_child")]]))
+    ("torch", "trl", "transformers", "launcher.inputs.stack_child")]]))
 """
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     versions, loaded = json.loads(child.stdout)

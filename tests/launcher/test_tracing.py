@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from launcher.errors import EnvironmentLacks, ProbeFailed
-from launcher.tracing import document_of, request_for, trace
+from launcher.evidence.tracing import document_of, request_for, trace
 from planner.architecture import Architecture
 from planner.choice import Choice
 from planner.coefficients import Coefficients

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import UsageError
-from launcher.run_folder import write_run
 from launcher.run_text.python_text import fill, literal
 from launcher.run_text.run_files import render_run
 from launcher.run_text.training_script import render_training_script
+from launcher.writing.run_folder import write_run
 from planner.machine import Machine
 from tests.launcher.run_specs import (
     LONG_JOB,

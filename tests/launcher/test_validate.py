@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import EnvironmentLacks, UsageError
-from launcher.run_folder import write_run
 from launcher.run_text.run_files import render_run
-from launcher.validate import validate_run
+from launcher.writing.run_folder import write_run
+from launcher.writing.validate import validate_run
 from tests.launcher.run_specs import VARIANTS, cpu, make_spec
 from tests.launcher.tiny_models import CHILDREN, tiny_model
 

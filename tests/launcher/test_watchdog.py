@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from launcher import watchdog
-from launcher.checkpoints import (
+from launcher.ending.run_metrics import Predicted
+from launcher.running import watchdog
+from launcher.running.checkpoints import (
     disk_need,
     largest_checkpoint_bytes,
     last_checkpoint,
     set_incomplete_aside,
     why_not_loadable,
 )
-from launcher.run_metrics import Predicted
-from launcher.watchdog import LEAST_SILENT_S, START_SILENT_S, DiskWatch, HangWatch, room_problem
+from launcher.running.watchdog import LEAST_SILENT_S, START_SILENT_S, DiskWatch, HangWatch, room_problem
 
 MIB = 1 << 20
 

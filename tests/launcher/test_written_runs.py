@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from launcher.errors import UsageError
+from launcher.inputs.stack import inspect_stack
 from launcher.run_text.run_files import render_run
 from launcher.run_text.run_spec import RunSpec
-from launcher.stack import inspect_stack
 from planner.adapters import TargetError
 from planner.choice import RECOMPUTES
 from planner.contradictions import check_inputs

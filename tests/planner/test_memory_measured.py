@@ -13,8 +13,8 @@ import pytest
 from benchmarks.accuracy import asked_sets
 from benchmarks.accuracy_cases import default_cases
 from benchmarks.accuracy_page import PAGE, page
-from launcher.coefficient_store import source_for
-from launcher.tracing import trace
+from launcher.evidence.coefficient_store import source_for
+from launcher.evidence.tracing import trace
 from planner.architecture import Architecture
 from planner.coefficients_json import CoefficientDocument
 from planner.formula import ActivationOptions

@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 
-from launcher.tracing import trace
+from launcher.evidence.tracing import trace
 from planner.architecture import LayerKind
 from planner.coefficients_json import RMS_NORMS, option_key, shape_hash
 from planner.config.families import FAMILIES

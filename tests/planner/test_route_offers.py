@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launcher.route_text import routes_text
+from launcher.text.routes import routes_text
 from planner.plan import Plan
 from planner.planning import make_plan
 from planner.search import SAME_SPEED

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launcher.plan_text import ledger_text
+from launcher.text.plan import ledger_text
 from planner.choice import SHARDINGS, Choice
 from planner.ledger import ledger
 from planner.one_choice import choose_one

@@ -14,7 +14,7 @@ __all__ = ["folder"]
 
 
 def report(lengths: list[int]):  # type: ignore[no-untyped-def]
-    from launcher.data import DataReport
+    from launcher.writing.data import DataReport
 
     return DataReport(
         source="d.jsonl", format="text", conversational=False, columns=("text",), num_rows=900,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.follow import MetricRow, Tail, _news
-from launcher.history import history_path
-from launcher.runs import run_state, start_run, stop_run
+from launcher.ending.history import history_path
+from launcher.running.follow import MetricRow, Tail, _news
+from launcher.running.runs import run_state, start_run, stop_run
 from tests.launcher.fake_run import GIB, PLAN, make_run, rows
 from tests.tui.screens import screen_text, wait_for
 from tests.tui.test_app import go, session

@@ -19,9 +19,9 @@ from typing import Any, cast
 import pytest
 from textual.pilot import Pilot
 
-from launcher.follow import LogLine, MetricRow, StateChange
-from launcher.gpus import CardSample, CardsReading
-from launcher.runs import RunState
+from launcher.nvml.gpus import CardSample, CardsReading
+from launcher.running.follow import LogLine, MetricRow, StateChange
+from launcher.running.runs import RunState
 from planner.machine import Card
 from tests.launcher.fake_run import GIB, make_run
 from tests.tui.test_app import folder, go

@@ -18,7 +18,7 @@ from tui.plain import Words
 from tui.screens.base import Panel, PlanningScreen, Table
 
 if TYPE_CHECKING:
-    from launcher.gpus import CardSample
+    from launcher.nvml.gpus import CardSample
     from planner.machine import Card
 
 CHOICES: Mapping[str, choices.Choices] = {

@@ -14,7 +14,7 @@ from tui.plain import Words
 from tui.screens.base import Panel, PlanningScreen, Table
 
 if TYPE_CHECKING:
-    from launcher.history import HistoryRow
+    from launcher.ending.history import HistoryRow
 
 PRIORITIES = (0, 7, 1, 2, 3, 4, 5, 9, 10, 6, 8, 11)
 """Of the columns of `trlfit runs`: run, model, plan, state, predicted, seen, memory err, s, s, step err, took, loss."""
@@ -66,7 +66,7 @@ class HistoryScreen(PlanningScreen):
 
     def _show_words(self) -> None:
         """How the run under the cursor ended and where it lies; how good the predictions are; what was not read."""
-        from launcher.history import error_summary
+        from launcher.ending.history import error_summary
 
         row, summary = self._row(), error_summary(self.known.runs)
         lines: list[str] = []
@@ -78,7 +78,7 @@ class HistoryScreen(PlanningScreen):
         self.query_one("#errors", Words).update("\n".join(lines))
 
     def _fill(self, rows: list[HistoryRow]) -> None:
-        from launcher.history import table_rows
+        from launcher.ending.history import table_rows
 
         table = self.table("runs")
         cursor = table.cursor_row

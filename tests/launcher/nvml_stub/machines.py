@@ -148,7 +148,7 @@ class NvmlStub:
 
 _READ = """
 import json
-from launcher.gpus import read_cards
+from launcher.nvml.gpus import read_cards
 reading = read_cards()
 import pynvml
 print(json.dumps({

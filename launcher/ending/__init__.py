@@ -1,0 +1,1 @@
+"""How a run ended: judged from exit, log and metrics, put on record, and held against its prediction."""

@@ -1,0 +1,1 @@
+"""A run before it starts: what is to be written, whether its libraries take it, and its folder."""
