@@ -81,6 +81,10 @@ class Host(_Document):
     total_bytes: int = Field(ge=0, le=MAX_BYTES)
     available_bytes: int = Field(ge=0, le=MAX_BYTES)
     cores: int = Field(ge=1, le=2**20)
+    bf16: bool | None = Field(
+        default=None,
+        description="Whether torch has kernels for bf16 products on this CPU; null if not known.",
+    )
     limits: list[str] = Field(default=[], description="What keeps a process below the whole host, in sentences.")
 
 

@@ -12,6 +12,9 @@ CPU_CORE_FLOPS = 30e9
 interval of CPU times is a factor of four each way."""
 CPU_BANDWIDTH = 20e9
 """Host memory bytes per second for the same; a guess as well."""
+CPU_BF16_EMULATED = 1 / 100
+"""Share of fp32's rate that bf16 products reach where torch has no kernel for them: 0.2 to 0.5 against 38 to 46 GFLOP/s
+(torch 2.13, one core of a Zen 3, products of `probe --rates`)."""
 
 
 def cpu_hardware(machine: Machine, processes: int | None = None) -> Hardware:
@@ -19,14 +22,16 @@ def cpu_hardware(machine: Machine, processes: int | None = None) -> Hardware:
     host = machine.host
     cores = host.cores if host else 1
     ranks = processes or 1
+    rate = cores * CPU_CORE_FLOPS / ranks
+    emulated = host is not None and host.bf16 is False
     return Hardware(
         device="cpu",
         name="CPU",
         gpus_per_node=ranks,
         nodes=machine.nodes,
         capacity_bytes=host.available_bytes // ranks if host else None,
-        matmul_flops=cores * CPU_CORE_FLOPS / ranks,
-        fp32_flops=cores * CPU_CORE_FLOPS / ranks,
+        matmul_flops=rate * CPU_BF16_EMULATED if emulated else rate,
+        fp32_flops=rate,
         bandwidth=CPU_BANDWIDTH / ranks,
         link=CPU_BANDWIDTH / 4,
         host_link=None,

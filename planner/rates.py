@@ -6,7 +6,7 @@ was measured on it (``profiles/card_shares.toml``): it scales the share of produ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.hardware import Hardware
 
@@ -94,6 +94,22 @@ def rates_of(hardware: Hardware) -> Rates | None:
         streaming=STREAMING * bandwidth,
         peak=peak,
         error=FITTED_ERROR if hardware.name in FITTED_CARDS else unfitted,
+    )
+
+
+def fp32_rates_of(hardware: Hardware) -> Rates | None:
+    """The same kinds of work in fp32 throughout: the shares, of the fp32 peak. Bytes take what they took."""
+    rates, peak = rates_of(hardware), hardware.fp32_flops
+    if rates is None or not peak:
+        return rates
+    return replace(
+        rates,
+        matmul=rates.fp32_matmul,
+        experts=rates.fp32_matmul,
+        attention=ATTENTION * peak,
+        flash_2=ATTENTION * peak,
+        masked_attention=MASKED_ATTENTION * peak,
+        linear_kernels=LINEAR_KERNELS * peak,
     )
 
 

@@ -87,7 +87,9 @@ def low_peak(hardware: Hardware, route: Route) -> float | None:
     return {"bf16": hardware.matmul_flops, "fp8": hardware.fp8_flops, "fp4": hardware.fp4_flops}[route.time.peak]
 
 
-def route_seconds(work: RouteWork, route: Route, hardware: Hardware, rates: Rates, *, emulated: bool) -> RouteSeconds:
+def route_seconds(
+    work: RouteWork, route: Route, hardware: Hardware, rates: Rates, *, instead_of: float, emulated: bool
+) -> RouteSeconds:
     """What the route changes on this card.
 
     Args:
@@ -95,6 +97,7 @@ def route_seconds(work: RouteWork, route: Route, hardware: Hardware, rates: Rate
         route: its rates.
         hardware: the card.
         rates: the card's in bf16.
+        instead_of: FLOP/s of the same products without the route.
         emulated: the reference layer multiplies decoded operands in fp32.
     """
     bandwidth, peak = rates.elementwise, low_peak(hardware, route)
@@ -106,7 +109,7 @@ def route_seconds(work: RouteWork, route: Route, hardware: Hardware, rates: Rate
         rate = route.time.share * peak * rates.matmul / (MATMUL * rates.peak)
         per_value = route.time.quantise_bytes + route.time.passes_bytes
         bandwidth = route.time.bandwidth * (hardware.bandwidth or 0.0)
-    per_flop = 1.0 / rate - 1.0 / rates.matmul
+    per_flop = 1.0 / rate - 1.0 / instead_of
     return RouteSeconds(
         matmul=work.flops * per_flop,
         recompute=work.flops_again * per_flop,

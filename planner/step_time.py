@@ -20,7 +20,7 @@ from planner.loss_time import loss_s
 from planner.memory import MemoryJob
 from planner.optimizers import find_optimizer
 from planner.phases import held_bytes
-from planner.rates import CPU_FACTOR, MEASURED_CPU_FACTOR, Rates, rates_of
+from planner.rates import CPU_FACTOR, MEASURED_CPU_FACTOR, Rates, fp32_rates_of, rates_of
 from planner.states import residual_bytes, role_table, trainable_roles
 from planner.traced_work import WorkEvidence, forward_token_work, token_work
 from planner.work import Work, mixed_work, recomputed_share
@@ -243,6 +243,7 @@ class TimeModel:
     """The same through the policy, adapters and all, without gradient."""
     measured: MeasuredTimeSource | None = None
     rates: Rates | None = field(init=False)
+    _fp32_rates: Rates | None = field(init=False)
     num_parameters: int = field(init=False)
     attention_width: int = field(init=False)
     """Heads x head_dim, summed over the layers."""
@@ -252,7 +253,7 @@ class TimeModel:
 
     def __post_init__(self) -> None:
         architecture = self.job.architecture
-        self.rates = rates_of(self.hardware)
+        self.rates, self._fp32_rates = rates_of(self.hardware), fp32_rates_of(self.hardware)
         self.num_parameters = architecture.num_parameters
         self.attention_width = sum(k.heads * k.head_dim for k in architecture.layers())
         self.kv_width = sum(k.kv_heads * k.head_dim for k in architecture.layers())
@@ -262,6 +263,11 @@ class TimeModel:
     def known(self) -> bool:
         """Whether the card's rates are known."""
         return self.rates is not None
+
+    def rates_for(self, choice: Choice) -> Rates | None:
+        """What the card reaches in the dtype that ``choice`` computes in."""
+        fp32 = choice.mixed_precision == "no" and choice.weights == "fp32"
+        return self._fp32_rates if fp32 else self.rates
 
     def frame(self, choice: Choice) -> TimeFrame | None:
         """``choice`` at any micro-batch and accumulation, or None where the card's rates are not known."""
@@ -291,7 +297,7 @@ class TimeModel:
         return found
 
     def _make_layer_seconds(self, choice: Choice, masked: bool) -> _LayerSeconds:
-        rates, job = self.rates, self.job
+        rates, job = self.rates_for(choice), self.job
         assert rates is not None
         work, evidence = token_work(
             job.architecture,
@@ -308,14 +314,13 @@ class TimeModel:
             quantization=job.quantization if choice.method == "qlora" else None,
         )
         work = self._with_forwards(work, choice, masked)
-        fp32 = choice.mixed_precision == "no" and choice.weights == "fp32" and bool(self.hardware.fp32_flops)
-        dense, routed = (rates.fp32_matmul, rates.fp32_matmul) if fp32 else (rates.matmul, rates.experts)
-        again = work.recompute_flops / dense + work.recompute_expert_flops / routed
-        products = work.matmul_flops / dense + work.expert_flops / routed + work.linear_flops / rates.linear_kernels
+        again = work.recompute_flops / rates.matmul + work.recompute_expert_flops / rates.experts
+        products = work.matmul_flops / rates.matmul + work.expert_flops / rates.experts
+        products += work.linear_flops / rates.linear_kernels
         launch = LAUNCH_S if self.hardware.device == "cuda" else 0.0
         found = _LayerSeconds(
             matmul=products - again,
-            matmul_per_batch=work.matmul_flops_per_batch / dense,
+            matmul_per_batch=work.matmul_flops_per_batch / rates.matmul,
             elementwise=(work.elementwise_bytes - work.recompute_bytes) / rates.elementwise,
             elementwise_per_batch=work.elementwise_bytes_per_batch / rates.elementwise,
             attention=work.attention_flops / rates.attention_of(choice.attention)
@@ -332,10 +337,11 @@ class TimeModel:
         """The layers with the products that ``route`` covers at its rate, and its quantising beside them."""
         from planner.route_time import route_seconds, route_work  # plans in bf16 do without
 
-        assert self.rates is not None
+        rates, own = self.rates, self.rates_for(choice)
+        assert rates is not None and own is not None
         again = recomputed_share(choice.recompute, self.job.architecture.num_layers)
-        work = route_work(self.job.architecture, route, again)
-        more = route_seconds(work, route, self.hardware, self.rates, emulated=self.job.emulated)
+        work, emulated = route_work(self.job.architecture, route, again), self.job.emulated
+        more = route_seconds(work, route, self.hardware, rates, instead_of=own.matmul, emulated=emulated)
         return found._replace(
             matmul=found.matmul + more.matmul,
             recompute=found.recompute + more.recompute,
@@ -378,10 +384,11 @@ class TimeModel:
 
     def loss_s(self, choice: Choice) -> float:
         """Seconds per token: head matmuls and the passes over the logits, by the release's loss path."""
-        if not self.job.scores_vocabulary or self.rates is None:
+        rates = self.rates_for(choice)
+        if not self.job.scores_vocabulary or rates is None:
             return 0.0
         arch, forwards = self.job.architecture, self.reference_forwards + self.policy_forwards
-        return loss_s(choice, self.rates, vocab=arch.vocab, hidden=arch.hidden, forwards=forwards)
+        return loss_s(choice, rates, vocab=arch.vocab, hidden=arch.hidden, forwards=forwards)
 
     def head_flops(self, choice: Choice) -> float:
         """Of one token through the vocabulary head: training's passes, and forwards without gradient."""

@@ -44,7 +44,9 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds as people say them: ``0.42 s``, ``34.6 s``, ``6 min 20 s``, ``2 h 05 min``."""
+    """Seconds as people say them: ``42 ms``, ``0.42 s``, ``34.6 s``, ``6 min 20 s``, ``2 h 05 min``."""
+    if 0 < seconds < 0.0995:
+        return f"{seconds * 1e3:.0f} ms" if seconds >= 1e-3 else "under 1 ms"
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 120:
@@ -52,3 +54,8 @@ def format_seconds(seconds: float) -> str:
     if seconds < 7200:
         return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
     return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+
+
+def format_rate(per_second: float) -> str:
+    """Tokens a second: ``61,238``, and what is below 10 with two digits: ``0.21``."""
+    return f"{per_second:,.0f}" if per_second >= 9.95 else f"{per_second:.2g}"

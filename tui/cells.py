@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from planner.units import format_gib, format_seconds
+from planner.units import format_gib, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from launcher.nvml.gpus import CardSample
@@ -62,7 +62,7 @@ def plan_row(rank: int, candidate: Json) -> tuple[str, ...]:
         format_gib(memory["device_bytes"]),
         "?" if headroom is None else format_gib(headroom),
         format_seconds(time["step_s"]) if time else "not known",
-        f"{time['tokens_per_s']:,.0f}" if time else "?",
+        format_rate(time["tokens_per_s"]) if time else "?",
         candidate["alters"],
         "fits" if candidate["fits"] else (candidate["why"] or ["does not fit"])[0],
     )

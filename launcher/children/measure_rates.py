@@ -2,7 +2,7 @@
 
 Runs in the training Python. One JSON request on stdin (device, memory_bytes, used_bytes before, seconds), progress as
 JSON lines on stderr, one JSON document on stdout. Every figure is the median of repetitions after a first that does not
-count.
+count, unless that first alone takes longer than the figure is given.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ SHAPES = {
 STREAM_BYTES = {"cuda": 2**31, "cpu": 2**28}
 """Far beyond any cache."""
 COPY_BYTES = 2**28
+REPETITIONS = 4
+"""Of a product, at least, if it can be: rows are left out for it."""
+FEWEST_ROWS = 64
+"""With fewer, the other matrix is read for too little work."""
 SHARE = 0.25
 """Of the allowed memory, what one measurement may hold."""
 
@@ -54,12 +58,19 @@ class Clock:
 
     def median(self, run: Callable[[], object], budget_s: float) -> tuple[float, int]:
         """(median seconds, repetitions) within about ``budget_s``."""
-        self.of(run)
-        times: list[float] = []
         started = time.perf_counter()
-        while len(times) < 3 or (len(times) < 30 and time.perf_counter() - started < budget_s):
+        first = self.of(run)
+        times: list[float] = []
+        while len(times) < 30 and time.perf_counter() - started < budget_s:
             times.append(self.of(run))
-        return statistics.median(times), len(times)
+        return statistics.median(times or [first]), max(1, len(times))
+
+
+def rows_within(left: torch.Tensor, right: torch.Tensor, clock: Clock, budget_s: float) -> int:
+    """As many rows of ``left`` as leave time for some repetitions; a CPU without bf16 units takes seconds for all."""
+    rows = min(FEWEST_ROWS, len(left))
+    took = min(clock.of(lambda: torch.mm(left[:rows], right)) for _ in range(2))
+    return max(rows, min(len(left), int(rows * budget_s / REPETITIONS / took)))
 
 
 def products(device: str, most: int, clock: Clock, budget_s: float) -> list[dict]:
@@ -75,7 +86,8 @@ def products(device: str, most: int, clock: Clock, budget_s: float) -> list[dict
                 continue
             left = torch.randn(m, k, device=device).to(dtype)
             right = torch.randn(k, n, device=device).to(dtype)
-            out = torch.empty(m, n, device=device, dtype=dtype)
+            m = rows_within(left, right, clock, budget_s)
+            left, out = left[:m], torch.empty(m, n, device=device, dtype=dtype)
             took, times = clock.median(lambda a=left, b=right, c=out: torch.mm(a, b, out=c), budget_s)
             found.append(
                 {

@@ -51,7 +51,9 @@ def read_host(root: Path = Path("/")) -> Host:
     if quota is not None and quota < allowed:
         limits.append(f"a control group allows the time of {quota:g} of {cores} cores")
         allowed = max(1, int(quota))
-    return Host(total_bytes=total, available_bytes=min(available, total), cores=allowed, limits=limits)
+    return Host(
+        total_bytes=total, available_bytes=min(available, total), cores=allowed, bf16=_has_bf16(root), limits=limits
+    )
 
 
 def cpu_name(root: Path = Path("/")) -> str:
@@ -61,6 +63,17 @@ def cpu_name(root: Path = Path("/")) -> str:
         if key.strip() == "model name" and value.strip():
             return value.strip()
     return os.uname().machine if hasattr(os, "uname") else "CPU"
+
+
+def _has_bf16(root: Path) -> bool | None:
+    """What torch asks before it hands bf16 products to oneDNN (aten/src/ATen/native/mkldnn/Utils.h @2.13.0)."""
+    for line in _lines(root / "proc/cpuinfo"):
+        key, _, value = line.partition(":")
+        if key.strip() == "flags":
+            return {"avx512bw", "avx512vl", "avx512dq"} <= set(value.split())
+        if key.strip() == "Features" and "bf16" in value.split():
+            return True
+    return None
 
 
 def _affinity(cores: int) -> int:

@@ -21,7 +21,7 @@ from launcher.ending.run_metrics import (
 from launcher.running.early_verdict import BatchMemory, EarlyVerdict, Seen, early_verdict
 from launcher.running.run_events import Event, LogLine, MetricRow, StateChange
 from launcher.running.run_record import DATA, METRICS, PLAN, read_json
-from planner.units import format_bytes, format_seconds
+from planner.units import format_bytes, format_rate, format_seconds
 
 UNEVEN = 0.98
 """Ranks whose peaks differ by more are named: with even shards and lengths they do not."""
@@ -207,7 +207,7 @@ class Progress:
             parts.append(f"{step_s:.2f} s/step" + (f" (predicted {expected:.2f})" if expected else ""))
         tokens = as_number(row.get("tokens"))
         if tokens is not None and step_s:
-            parts.append(f"{tokens / step_s:,.0f} tokens/s")
+            parts.append(f"{format_rate(tokens / step_s)} tokens/s")
         predicted = self._predicted
         if allocated := [v for v in per_rank(row, "peak_allocated_bytes") if v]:
             parts.append(_against("peak", max(allocated), predicted.allocated_bytes, allocated))

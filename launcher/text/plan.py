@@ -10,7 +10,7 @@ from launcher.output import block_character, table
 from launcher.text.wrapping import wrapped
 from planner.choice import ZERO
 from planner.machine import BUSY_BYTES
-from planner.units import format_bytes, format_count, format_gib, format_seconds
+from planner.units import format_bytes, format_count, format_gib, format_rate, format_seconds
 
 Json = Mapping[str, Any]
 FLAGS = 28
@@ -60,7 +60,7 @@ def _row(number: str, candidate: Json) -> list[str]:
         format_gib(memory["device_bytes"]),
         _free(headroom),
         format_seconds(time["step_s"]) if time else "not known",
-        f"{time['tokens_per_s']:,.0f}" if time else "?",
+        format_rate(time["tokens_per_s"]) if time else "?",
     ]
 
 
@@ -224,9 +224,10 @@ def _best(best: Json, job: Json, usable: list[int]) -> str:
         lines.append(f"  host    {_host_words(memory['host_bytes'])}")
     if time:
         mfu = f", MFU {time['mfu']:.0%}" if time["mfu"] is not None else ""
+        speed = f"{format_rate(time['tokens_per_s'])} tokens/s{mfu}"
         lines.append(
             f"  time    {format_seconds(time['step_s'])} per step ({format_seconds(time['low_s'])} to"
-            f" {format_seconds(time['high_s'])}), {time['tokens_per_s']:,.0f} tokens/s{mfu}  [{time['evidence']}]"
+            f" {format_seconds(time['high_s'])}), {speed}  [{time['evidence']}]"
         )
         lines += _run(time, job)
     else:

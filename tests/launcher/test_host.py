@@ -84,3 +84,26 @@ def test_no_limit_is_no_limit(tmp_path: Path, limit: str) -> None:
         },
     )
     assert read_host(root).total_bytes == psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "known"),
+    [
+        ("model name\t: A\nflags\t\t: fpu avx2 fma\n", False),
+        ("flags\t\t: avx512f avx512dq avx512bw avx512vl\n", True),
+        ("flags\t\t: avx512f\n", False),
+        ("processor\t: 0\nFeatures\t: fp asimd bf16\n", True),
+        ("processor\t: 0\nFeatures\t: fp asimd\n", None),
+        (None, None),
+    ],
+)
+def test_whether_torch_has_bf16_products_here(cpuinfo: str | None, known: bool | None, tmp_path: Path) -> None:
+    root = tree(tmp_path, {} if cpuinfo is None else {"proc/cpuinfo": cpuinfo})
+    assert read_host(root).bf16 is known
+
+
+@pytest.mark.stack
+def test_torch_agrees_on_bf16_here() -> None:
+    torch = pytest.importorskip("torch")
+    known = read_host().bf16
+    assert known is None or known == torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.units import GIB, MIB, format_bytes, format_count, format_gib, format_seconds
+from planner.units import GIB, MIB, format_bytes, format_count, format_gib, format_rate, format_seconds
 
 
 def test_gib() -> None:
@@ -39,6 +39,9 @@ def test_counts(count: int, text: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
+        (0.0004, "under 1 ms"),
+        (0.042, "42 ms"),
+        (0.0996, "0.10 s"),
         (0.4153, "0.42 s"),
         (34.6, "34.6 s"),
         (119.96, "120.0 s"),
@@ -50,3 +53,10 @@ def test_counts(count: int, text: str) -> None:
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(61_238.4, "61,238"), (10.0, "10"), (9.96, "10"), (9.94, "9.9"), (0.214, "0.21"), (0, "0")]
+)
+def test_rates(rate: float, text: str) -> None:
+    assert format_rate(rate) == text
