@@ -14,7 +14,21 @@ from typing import NamedTuple
 
 from launcher.diagnostics import forget, report_error
 from launcher.errors import ExitCode, TrlfitError
-from launcher.flags import DESCRIPTION, EPILOG, Parser, add_job_flags, count, pair, pairs, seconds, tokens, word_list
+from launcher.flags import (
+    DESCRIPTION,
+    EPILOG,
+    MACHINE_HELP,
+    PYTHON_HELP,
+    USAGE,
+    Parser,
+    add_job_flags,
+    count,
+    pair,
+    pairs,
+    seconds,
+    tokens,
+    word_list,
+)
 from launcher.output import print_text
 
 
@@ -33,31 +47,38 @@ def _counts(text: str) -> list[int]:
     return [count(1, NODE_CARDS)(part) for part in text.split(",")]
 
 
-def _plan_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="hub id, local folder, or config.json")
+def _model_and_job(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [MODEL] [FLAG ...]"
+    about = "hub id, local folder, or config.json; a job file goes to --job"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=about)
     add_job_flags(parser)
-    parser.add_argument("--top", type=count(1, 1000), default=8, metavar="N", help="candidates to show")
+
+
+def _plan_flags(parser: argparse.ArgumentParser) -> None:
+    _model_and_job(parser)
+    about = "candidates to show (default 8)"
+    parser.add_argument("--top", type=count(1, 1000), default=8, metavar="N", help=about)
     asks = parser.add_argument_group("questions (one of them)").add_mutually_exclusive_group()
     about = "what binds, what one change of a knob would do, what makes the rest fit"
     asks.add_argument("--explain", action="store_true", help=about)
-    about = "two candidates side by side, by rank (1 3) or by pins (recompute=full recompute=none)"
+    about = "two candidates side by side, by rank (1 3) or pins (recompute=full recompute=none)"
     asks.add_argument("--compare", nargs=2, metavar=("A", "B"), help=about)
     about = "whether the choice of an old plan still holds here; its job unless one is given"
     asks.add_argument("--against", type=Path, metavar="PLAN", help=about)
     about = "which machine would do it, by time and cost: all, or H100-80GB,A100-80GB,..."
     asks.add_argument("--cards", type=word_list, metavar="CARDS", help=about)
+    ranked = parser.add_argument_group("machines to compare")
     about = "numbers of cards that --cards tries; 1,2,4,8 unless --machine names one"
-    parser.add_argument("--count", type=_counts, metavar="N,...", help=about)
+    ranked.add_argument("--count", type=_counts, metavar="N,...", help=about)
     about = "price of one card for one hour, which --cards ranks by; repeatable"
-    parser.add_argument("--price", type=pair, action="append", metavar="CARD=PRICE", help=about)
+    ranked.add_argument("--price", type=pair, action="append", metavar="CARD=PRICE", help=about)
 
 
 def _ledger_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="hub id, local folder, or config.json")
-    add_job_flags(parser)
-    book = parser.add_argument_group("textbook count (--textbook)")
+    _model_and_job(parser)
+    book = parser.add_argument_group("the textbook count instead; of the job it takes --seq-len alone")
     book.add_argument("--textbook", action="store_true", help="five roles and 17 tensors per layer, for any sizes")
-    book.add_argument("--params", type=float, metavar="N", help="parameters: 70e9")
+    book.add_argument("--params", type=float, metavar="N", help="parameters, such as 70e9")
     book.add_argument("--hidden", type=tokens, metavar="N", help="width of the hidden states")
     book.add_argument("--layers", type=tokens, metavar="N", help="decoder layers")
     book.add_argument("--batch", type=tokens, metavar="N", help="sequences per device")
@@ -72,23 +93,24 @@ def _ledger_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _probe_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="hub id, local folder, or config.json")
-    add_job_flags(parser)
+    _model_and_job(parser)
     asks = parser.add_argument_group("measure here instead of tracing (docs/probe.md)")
     about = "what this machine reaches: products, memory, copies to the host, links; no MODEL needed"
     asks.add_argument("--rates", action="store_true", help=about)
     about = "a few steps of the job with real TRL and random weights, at depth 1 and 2 and two lengths"
     asks.add_argument("--measure", action="store_true", help=about)
     asks.add_argument("--whole", action="store_true", help="three steps of the plan itself, at its full depth")
-    asks.add_argument("--limit", type=count(5, 86_400), metavar="S", help="seconds after which a probe is ended")
+    about = "seconds after which a probe is ended (default 120 with --rates, 3600 with --route, else 600)"
+    asks.add_argument("--limit", type=count(5, 86_400), metavar="S", help=about)
     route = parser.add_argument_group("try a precision route instead (docs/precision.md); no MODEL tries a small one")
-    route.add_argument("--route", metavar="R", help="errors of products, traffic outside them, a training against bf16")
+    about = "its errors of products, traffic outside them, a training against bf16; `trlfit routes` lists them"
+    route.add_argument("--route", metavar="R", help=about)
     about = "steps of each training (default 300)"
     route.add_argument("--steps", type=count(1, 100_000), metavar="N", help=about)
     about = "trainings of each kind (default 3), equal for both"
     route.add_argument("--seeds", type=count(1, 100), metavar="N", help=about)
-    kept = parser.add_argument_group("what is kept").add_mutually_exclusive_group()
-    kept.add_argument("--show", action="store_true", help="list measurements")
+    kept = parser.add_argument_group("what is kept of measurements").add_mutually_exclusive_group()
+    kept.add_argument("--show", action="store_true", help="list what was measured")
     about = "remove measurements, all or those whose file name holds a WORD"
     kept.add_argument("--forget", nargs="*", metavar="WORD", help=about)
     kept.add_argument("--export", type=Path, metavar="FILE", help="write all measurements into one file")
@@ -97,11 +119,15 @@ def _probe_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _write_flags(parser: argparse.ArgumentParser) -> None:
-    about = "job.yaml, plan.json, run folder, or a model"
-    parser.add_argument("target", nargs="?", metavar="JOB|PLAN|DIR", help=about)
+    _target_flags(parser, "JOB|PLAN|MODEL", "job file, what `trlfit plan --json` printed, or a model")
+
+
+def _target_flags(parser: argparse.ArgumentParser, target: str, about: str) -> None:
+    parser.usage = f"%(prog)s [{target}] [FLAG ...]"
+    parser.add_argument("target", nargs="?", metavar=target, help=about)
     add_job_flags(parser)
     parser.set_defaults(top=8)
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="run folder; default: runs/NAME")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="run folder to write (default runs/NAME)")
     about = "write the N-th candidate instead of the best"
     parser.add_argument("--candidate", type=count(1, 1000), default=1, metavar="N", help=about)
     parser.add_argument("--overwrite", action="store_true", help="replace a run folder that is not running")
@@ -110,18 +136,20 @@ def _write_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch_flags(parser: argparse.ArgumentParser) -> None:
-    _write_flags(parser)
-    parser.add_argument("--detach", action="store_true", help="start and return")
+    about = "job file, what `trlfit plan --json` printed, a model, or a folder that was written"
+    _target_flags(parser, "JOB|PLAN|MODEL|DIR", about)
+    parser.add_argument("--detach", action="store_true", help="start and return; `trlfit watch` follows")
     about = "write and check, start nothing, print the command"
     parser.add_argument("--dry-run", action="store_true", help=about)
-    again = parser.add_argument_group("again").add_mutually_exclusive_group()
+    again = parser.add_argument_group("after an end")
+    one = again.add_mutually_exclusive_group()
     about = "go on from the last checkpoint of the run folder DIR"
-    again.add_argument("--resume", action="store_true", help=about)
+    one.add_argument("--resume", action="store_true", help=about)
     about = "after DIR ran out of memory: write and launch the plan that fits with what was seen"
-    again.add_argument("--next", action="store_true", help=about)
-    about = "do that by itself, up to N times, from the last checkpoint where the next plan can load it"
-    parser.add_argument("--auto-retry", type=count(0, 20), default=0, metavar="N", help=about)
-    about = "silence of log and metrics that ends the run as hung: 600, 15m, 2h, never; by default it follows the steps"
+    one.add_argument("--next", action="store_true", help=about)
+    about = "do what --next does by itself, up to N times, from the last checkpoint that the next plan can load"
+    again.add_argument("--auto-retry", type=count(0, 20), default=0, metavar="N", help=about)
+    about = "silence that ends the run as hung: 600, 15m, 2h, never; by default it follows the pace of the steps"
     parser.add_argument("--hang-after", type=seconds, metavar="TIME", help=about)
 
 
@@ -131,7 +159,9 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
 
 def _stop_flags(parser: argparse.ArgumentParser) -> None:
     _run_flags(parser)
-    parser.add_argument("--grace", type=float, default=10.0, metavar="S", help="seconds before the run is killed")
+    parser.add_argument(
+        "--grace", type=float, default=10.0, metavar="S", help="seconds to end in before the run is killed (default 10)"
+    )
 
 
 def _runs_flags(parser: argparse.ArgumentParser) -> None:
@@ -141,18 +171,18 @@ def _runs_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _python_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--python", metavar="PATH", help="the Python that will train")
+    parser.add_argument("--python", metavar="PATH", help=PYTHON_HELP)
 
 
 def _routes_flags(parser: argparse.ArgumentParser) -> None:
     _python_flags(parser)
-    parser.add_argument("--machine", default="local", metavar="SPEC", help="local | cpu | 8xH100-80GB | machine.json")
-    about = "versions to count with"
+    parser.add_argument("--machine", default="local", metavar="SPEC", help=MACHINE_HELP)
+    about = "versions to answer for; the rest as installed"
     parser.add_argument("--stack", type=pairs, action="extend", metavar="torchao=0.18.0,...", help=about)
 
 
 def _schema_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("document", choices=("job", "plan"))
+    parser.add_argument("document", choices=("job", "plan"), help="the job file, or a plan.json")
 
 
 def _no_flags(_: argparse.ArgumentParser) -> None:
@@ -168,29 +198,63 @@ class Command(NamedTuple):
     flags: Callable[[argparse.ArgumentParser], None]
     json: bool = True
     """Whether it takes --json."""
+    examples: tuple[str, ...] = ()
+    """Whole lines, shown below its flags."""
 
 
-_PLAN = "plan a run: which settings fit and run fastest, and why"
-_LEDGER = "the bytes of one choice: roles, parts, phases, formula and source"
-_PROBE = "trace the model's layers on fake tensors, without weights or a GPU, or measure here; keep what was found"
+_PLAN = "which settings fit and run fastest, and why"
+_LEDGER = "every byte of one choice, with formula and source"
+_PROBE = "trace a model's layers, or measure this machine, for later plans"
 _DOCTOR = "what is missing for what, and the command that fixes it"
-_ROUTES = "precision routes: what a machine offers below 16 bits, and why not the others"
+_ROUTES = "precision below 16 bits: what a machine offers, and why not the rest"
+_PLANS = (
+    "trlfit plan Qwen/Qwen3-8B --machine 8xH100-80GB --seq-len 128k",
+    "trlfit plan --job job.yaml --explain",
+    "trlfit plan Qwen/Qwen3-8B --method lora --cards all --count 1",
+)
+_LEDGERS = (
+    "trlfit ledger Qwen/Qwen3-8B --machine 8xH100-80GB --pin sharding=zero3",
+    "trlfit ledger --textbook --params 70e9 --hidden 8192 --layers 80 --devices 64",
+)
+_PROBES = (
+    "trlfit probe Qwen/Qwen3-8B --method lora --lora-targets q_proj,v_proj",
+    "trlfit probe --rates",
+    "trlfit probe --job job.yaml --measure",
+)
+_WRITES = ("trlfit write job.yaml -o my-run", "bash my-run/command.sh")
+_LAUNCHES = (
+    "trlfit launch job.yaml -o my-run --detach",
+    "trlfit launch my-run --resume",
+    "trlfit launch job.yaml --auto-retry 2",
+)
 COMMANDS = {
-    "plan": Command("commands.plan", "run_plan", _PLAN, _plan_flags),
-    "ledger": Command("commands.ledger", "run_ledger", _LEDGER, _ledger_flags),
-    "probe": Command("commands.probe", "run_probe", _PROBE, _probe_flags),
-    "write": Command("commands.run", "run_write", "write the run folder, start nothing", _write_flags),
-    "launch": Command("commands.run", "run_launch", "write if needed, launch, follow", _launch_flags),
-    "watch": Command("commands.run", "run_watch", "reattach to a run", _run_flags, json=False),
-    "stop": Command("commands.run", "run_stop", "end a run and everything it started", _stop_flags, json=False),
-    "runs": Command("commands.run", "run_runs", "history: predicted against seen", _runs_flags),
-    "gpus": Command("commands.info", "run_gpus", "inventory of this machine", _no_flags),
-    "models": Command("commands.info", "run_models", "bundled models", _no_flags),
-    "cards": Command("commands.info", "run_cards", "bundled cards", _no_flags),
+    "plan": Command("commands.plan", "run_plan", _PLAN, _plan_flags, examples=_PLANS),
+    "ledger": Command("commands.ledger", "run_ledger", _LEDGER, _ledger_flags, examples=_LEDGERS),
+    "probe": Command("commands.probe", "run_probe", _PROBE, _probe_flags, examples=_PROBES),
+    "write": Command(
+        "commands.run", "run_write", "write the run folder and start nothing", _write_flags, examples=_WRITES
+    ),
+    "launch": Command(
+        "commands.run",
+        "run_launch",
+        "write if needed, start the training, follow it",
+        _launch_flags,
+        examples=_LAUNCHES,
+    ),
+    "watch": Command("commands.run", "run_watch", "follow a run that was launched", _run_flags, json=False),
+    "stop": Command("commands.run", "run_stop", "end a run and all of its processes", _stop_flags, json=False),
+    "runs": Command("commands.run", "run_runs", "history of runs: predicted against seen", _runs_flags),
+    "gpus": Command("commands.info", "run_gpus", "the cards of this machine and who uses them", _no_flags),
+    "models": Command("commands.info", "run_models", "models that are bundled and need no network", _no_flags),
+    "cards": Command("commands.info", "run_cards", "cards that --machine can name, with their rates", _no_flags),
     "routes": Command("commands.route", "run_routes", _ROUTES, _routes_flags),
-    "stacks": Command("commands.info", "run_stacks", "what each TRL release really runs", _python_flags),
+    "stacks": Command(
+        "commands.info", "run_stacks", "what each TRL release runs, and what is installed", _python_flags
+    ),
     "doctor": Command("commands.info", "run_doctor", _DOCTOR, _python_flags),
-    "schema": Command("commands.info", "run_schema", "JSON Schema of a document", _schema_flags, json=False),
+    "schema": Command(
+        "commands.info", "run_schema", "JSON Schema of the job file or of a plan", _schema_flags, json=False
+    ),
 }
 
 
@@ -204,13 +268,22 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         prog="trlfit",
         description=DESCRIPTION,
         epilog=EPILOG,
+        usage=USAGE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    commands = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", parser_class=Parser, prog="trlfit"
+    )
     for name, command in COMMANDS.items():
         text = command.help
-        made = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        made = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog="\n  ".join(["examples:", *command.examples]) if command.examples else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         if only in (None, name):
             command.flags(made)
             if command.json:

@@ -12,11 +12,26 @@ from launcher.errors import UsageError
 from launcher.output import print_text
 from planner.units import parse_tokens
 
-DESCRIPTION = "Fit a Hugging Face TRL fine-tuning run to the GPUs you have."
+USAGE = """\
+trlfit COMMAND [FLAG ...]
+       trlfit [JOB.yaml]"""
+DESCRIPTION = """\
+Fit a Hugging Face TRL fine-tuning run to the GPUs you have.
 
+On a terminal, `trlfit` alone opens the screens of this folder's job.yaml, and
+`trlfit JOB.yaml` those of another job file."""
 EPILOG = """\
-exit codes: 0 done, 1 our bug, 2 bad input, 3 nothing fits, 4 the environment lacks something, 5 a probe failed,
-6 the training failed, 130 interrupted"""
+examples:
+  trlfit plan Qwen/Qwen3-8B --machine 8xH100-80GB    what fits, and how fast
+  trlfit plan --job job.yaml --explain               of a job file, and why
+  trlfit launch job.yaml                             write it, train, follow
+  trlfit plan --help                                 the flags of a command
+
+exit codes:
+  0 done           3 nothing fits, or an old plan does not hold any more
+  1 our bug        4 the environment lacks something
+  2 bad input      5 a probe failed
+  130 interrupted  6 the training failed"""
 
 
 MAX_MESSAGE = 300
@@ -120,50 +135,58 @@ FLAG_FIELDS = {
 """argparse destination -> dotted job field."""
 
 
+MACHINE_HELP = "local | cpu | 8xH100-80GB | machine.json (default local); `trlfit cards` lists cards"
+PYTHON_HELP = "the Python that will train; default: the one running trlfit"
+KNOBS = (
+    "loss_path", "recompute", "offload", "sharding", "cp", "sp", "tp", "dp_shard", "dp_replicate", "micro_batch",
+    "grad_accum", "optimizer", "weights", "mixed_precision", "attention", "precision", "gpus",
+)  # fmt: skip
+"""Of ``planner.pins``, which help does without."""
+
+
 def add_job_flags(parser: argparse.ArgumentParser) -> None:
     """Flags that mirror the job file. Every default is None: only what was given is merged."""
-    job = parser.add_argument_group("job (mirrors the job file; flags win)")
-    job.add_argument("--job", type=Path, metavar="FILE", help="job file to start from")
-    job.add_argument("--trainer", metavar="NAME", help="sft | dpo | kto | reward | grpo | rloo")
-    job.add_argument("--method", metavar="NAME", help="full | lora | qlora")
-    job.add_argument("--lora-r", type=int, metavar="N", help="adapter rank")
-    job.add_argument("--lora-alpha", type=int, metavar="N", help="adapter scaling; 2 x r when left out")
-    job.add_argument("--lora-dropout", type=float, metavar="P")
-    job.add_argument("--lora-targets", metavar="NAMES", help="all-linear, or q_proj,v_proj,...")
-    job.add_argument("--quantization", metavar="NAME", help="nf4 | nf4-double | int8 (qlora)")
-    job.add_argument("--dataset", metavar="DATA", help="hub id or local .jsonl, .json, .parquet, .csv")
-    job.add_argument("--split", metavar="NAME")
+    job = parser.add_argument_group("job (a flag for each field of the job file; flags win)")
+    job.add_argument(
+        "--job", type=Path, metavar="FILE", help="job file to start from; `trlfit schema job` describes it"
+    )
+    about = "sft | dpo | kto | reward | grpo | rloo (default sft)"
+    job.add_argument("--trainer", metavar="NAME", help=about)
+    job.add_argument("--method", metavar="NAME", help="full | lora | qlora (default full)")
+    job.add_argument("--lora-r", type=int, metavar="N", help="rank of the adapters (default 16)")
+    job.add_argument("--lora-alpha", type=int, metavar="N", help="scaling of the adapters; 2 x r when left out")
+    job.add_argument("--lora-dropout", type=float, metavar="P", help="dropout before the adapters (default 0.0)")
+    about = "all-linear, or modules such as q_proj,v_proj (default all-linear)"
+    job.add_argument("--lora-targets", metavar="NAMES", help=about)
+    about = "base weights of qlora: nf4 | nf4-double | int8 (default nf4)"
+    job.add_argument("--quantization", metavar="NAME", help=about)
+    about = "hub id or local .jsonl, .json, .parquet, .csv; write and launch need one"
+    job.add_argument("--dataset", metavar="DATA", help=about)
+    job.add_argument("--split", metavar="NAME", help="split of a hub data set (default train)")
     job.add_argument("--eval-dataset", metavar="DATA", help="data to evaluate on; with --eval-split alone it is DATA")
-    job.add_argument("--eval-split", metavar="NAME")
-    job.add_argument("--packing", action=argparse.BooleanOptionalAction, default=None)
-    job.add_argument("--seq-len", type=tokens, metavar="N", help="longest sequence; 128k and 1M are understood")
-    job.add_argument("--global-batch", type=int, metavar="N", help="sequences per optimizer step over all GPUs")
-    job.add_argument("--machine", metavar="SPEC", help="local | cpu | 8xH100-80GB | machine.json")
-    job.add_argument("--nodes", type=int, metavar="N")
-    job.add_argument(
-        "--stack",
-        type=pairs,
-        action="extend",
-        metavar="trl=1.16.0,...",
-        help="versions to plan for",
-    )
-    job.add_argument("--goal", metavar="NAME", help="fastest | longest | fewest_gpus | headroom")
-    job.add_argument("--reserve", type=float, metavar="SHARE", help="share of each card kept free")
+    about = "split of the evaluation data; of a local file a slice such as train[90%%:]"
+    job.add_argument("--eval-split", metavar="NAME", help=about)
+    about = "several rows in one sequence (default off)"
+    job.add_argument("--packing", action=argparse.BooleanOptionalAction, default=None, help=about)
+    about = "longest sequence in tokens; 128k and 1M are understood (default 4096)"
+    job.add_argument("--seq-len", type=tokens, metavar="N", help=about)
+    about = "sequences per optimizer step over all GPUs (default 8)"
+    job.add_argument("--global-batch", type=int, metavar="N", help=about)
+    job.add_argument("--machine", metavar="SPEC", help=MACHINE_HELP)
+    job.add_argument("--nodes", type=int, metavar="N", help="nodes of that kind (default 1)")
+    about = "versions to plan for; the rest as installed, none takes a package out"
+    job.add_argument("--stack", type=pairs, action="extend", metavar="trl=1.16.0,...", help=about)
+    about = "fastest | longest | fewest_gpus | headroom (default fastest)"
+    job.add_argument("--goal", metavar="NAME", help=about)
+    job.add_argument("--reserve", type=float, metavar="SHARE", help="share of each card kept free (default 0.05)")
     job.add_argument("--price-per-hour", type=float, metavar="N", help="of one GPU, in any currency: what a run costs")
-    job.add_argument("--allow", type=word_list, metavar="WHAT", help="numerics,method: what the planner may alter")
-    job.add_argument("--pin", type=pair, action="append", metavar="KNOB=VALUE", help="repeatable")
-    job.add_argument(
-        "--trl",
-        type=pair,
-        action="append",
-        metavar="KEY=VALUE",
-        help="passed to the trainer's config; repeatable",
-    )
-    parser.add_argument(
-        "--python",
-        metavar="PATH",
-        help="the Python that will train; default: the one running trlfit",
-    )
+    about = "what the planner may alter: numerics, method, or both (default nothing)"
+    job.add_argument("--allow", type=word_list, metavar="WHAT", help=about)
+    about = f"keep a knob, such as recompute=full; repeatable. Knobs: {', '.join(KNOBS)}"
+    job.add_argument("--pin", type=pair, action="append", metavar="KNOB=VALUE", help=about)
+    about = "a field of the trainer's config, such as learning_rate=2e-4; repeatable"
+    job.add_argument("--trl", type=pair, action="append", metavar="KEY=VALUE", help=about)
+    parser.add_argument("--python", metavar="PATH", help=PYTHON_HELP)
     about = "closed forms instead of a trace of seconds for a model that is neither bundled nor cached"
     parser.add_argument("--no-trace", dest="trace", action="store_const", const=False, help=about)
 
