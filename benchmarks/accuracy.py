@@ -27,8 +27,8 @@ from benchmarks.accuracy_tables import (
     verdict_table,
 )
 from planner.architecture import Architecture
-from planner.coefficients_json import option_key, shape_hash
-from planner.formula import ActivationOptions
+from planner.memory.coefficients_json import option_key, shape_hash
+from planner.memory.formula import ActivationOptions
 from tests.planner.replay import (
     PROBES,
     TIERS,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.accuracy_tables import HEADLINE, Evaluation, percent
-from planner.device_memory import CONTEXT_BYTES
+from planner.memory.device import CONTEXT_BYTES
 from planner.units import GIB
 from profiles.cards import find_card
 from tests.planner.replay import Replay, Row, choice_of, measured_problem
@@ -93,7 +93,7 @@ def fms_causes(found: Evaluation) -> list[str]:
         "(foak-fast-kernels) keep less than the eager layers that are counted; predicted are "
         f"{_surplus_kb(fused)} kB a token too much, where one fp32 copy of the hidden state is 16.",
         f"- **LoRA and QLoRA under FSDP1** ({_errors(several)}, on one card {_errors(one)}): the same kernels. What "
-        "FSDP1 adds is counted as torch runs it (`planner/sharding_memory.py`): the root stays whole, and a frozen "
+        "FSDP1 adds is counted as torch runs it (`planner/memory/sharding.py`): the root stays whole, and a frozen "
         "layer that is recomputed keeps its input and the gradient of it until backward ends. The published runs grow "
         "by just that, 30 of 32 hidden states a token (`tests/planner/test_fsdp1.py`).",
         f"- **QLoRA `baseline-peft-bnb`** ({_errors(baseline)}): agrees once its source is read to the end; see the "

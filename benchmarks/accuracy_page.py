@@ -54,7 +54,7 @@ CPU_NOTE = (
 ONE_RANK = (
     "A trace of one rank runs in the order of the host's calls, which is what a card's allocator follows as well: "
     "FSDP2 gathers ahead by making tensors early, and its streams only decide when they are written (read in torch's "
-    "code, not measured on a card). So a prediction needs no more than a trace: `planner/sharding_memory.py` names "
+    "code, not measured on a card). So a prediction needs no more than a trace: `planner/memory/sharding.py` names "
     "what is gathered and reduced at each moment."
 )
 OPEN_KNOBS = (

@@ -8,7 +8,7 @@ from statistics import median
 
 from benchmarks.accuracy_cases import Cases
 from planner.choice import LossPath
-from planner.coefficients_json import option_key
+from planner.memory.coefficients_json import option_key
 from tests.planner.published_times import LONG, UPGRADES
 from tests.planner.replay import (
     TIERS,

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from planner.problem import Problem
-from planner.search import SearchResult, search
+from planner.search.search import SearchResult, search
 from profiles.releases import newest_known
 from tests.planner.replay import problem_of
 

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.accuracy_tables import percent
 from planner.choice import Choice
-from planner.rates import FITTED_ERROR, FP32_MATMUL
-from planner.step_time import TimeModel
+from planner.time.rates import FITTED_ERROR, FP32_MATMUL
+from planner.time.step import TimeModel
 from tests.planner.published_times import CHUNK_MS, FP32_KERNELS, LONG, PROFILED, UPGRADES
 from tests.planner.replay import problem_of, replay, rows
 

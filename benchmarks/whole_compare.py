@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launcher.evidence.tracing import trace
 from planner.architecture import Architecture
-from planner.coefficients_json import CoefficientDocument, option_key, shape_hash
-from planner.formula import ActivationOptions
+from planner.memory.coefficients_json import CoefficientDocument, option_key, shape_hash
+from planner.memory.formula import ActivationOptions
 from planner.units import GIB
 from tests.planner.replay import quantile, rows
 from tests.planner.replay_more import DOCUMENTS, architecture_of, compared, documents, options_of

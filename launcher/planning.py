@@ -20,18 +20,18 @@ from launcher.inputs.model_config import resolve_architecture
 from launcher.inputs.stack import resolve_stack
 from launcher.inputs.validation_text import shown
 from launcher.narration import Narrator, StderrNarrator
-from planner.adapters import TargetError
 from planner.architecture import Architecture
 from planner.config.families import FAMILIES
 from planner.job import MAX_GLOBAL_BATCH, Job
 from planner.machine import Machine
+from planner.memory.adapters import TargetError
 from planner.pins import PinError, parse_pins
 from planner.planning import PlanOutcome, RefusedJob, make_plan
 from planner.problem import PlanInput, hardware_of
 from profiles.cards import CardNotFound, CardProfile, card_for_nvml_name, find_card
 
 if TYPE_CHECKING:
-    from planner.one_choice import OneChoice
+    from planner.ledger.one_choice import OneChoice
 
 Answer = TypeVar("Answer")
 
@@ -156,7 +156,7 @@ def choice_from_args(args: argparse.Namespace) -> OneChoice:
     Raises:
         TrlfitError: with the line and exit code for the user.
     """
-    from planner.one_choice import choose_one  # only the ledger needs it
+    from planner.ledger.one_choice import choose_one  # only the ledger needs it
 
     return answered(choose_one, inputs_from_args(args))
 

@@ -89,7 +89,7 @@ class LayerKind:
     """The softmax carries a learned sink (gpt-oss): no SDPA kernel."""
     attention_gate: bool = False
     """Half of a doubled ``q_proj`` gates the attention output (Qwen3-Next, Qwen3.5). This and what follows tell layers
-    apart, whose traces differ (``planner.coefficients_json.shape_hash``)."""
+    apart, whose traces differ (``planner.memory.coefficients_json.shape_hash``)."""
     conv_channels: int = 0
     """Channels of the depthwise convolution of a linear-attention layer; there ``heads`` are value heads and
     ``kv_heads`` are key heads."""

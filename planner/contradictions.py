@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from planner.adapters import TargetError, target_names, unknown_targets
 from planner.architecture import Architecture
 from planner.choice import Choice
 from planner.hardware import Hardware
+from planner.memory.adapters import TargetError, target_names, unknown_targets
 from planner.pins import PinError, parse_pins
 from planner.problem import PlanInput, Problem, hardware_of
 from planner.rules import Refusal, RuleContext, all_refusals
-from planner.search import SearchResult
-from planner.space import frames, gpu_counts
+from planner.search.search import SearchResult
+from planner.search.space import frames, gpu_counts
 
 SIZES = ("cp", "sp", "tp", "dp_shard", "dp_replicate")
 MAX_REASONS = 3
@@ -25,7 +25,7 @@ def check_inputs(inputs: PlanInput) -> None:
 
     Raises:
         planner.pins.PinError: a pin names no knob or no value of it, or sizes that make no run.
-        planner.adapters.TargetError: LoRA targets that the model does not have.
+        planner.memory.adapters.TargetError: LoRA targets that the model does not have.
     """
     pins = parse_pins(inputs.job.pins)
     wrong_sizes = size_contradiction(pins, hardware_of(inputs, pins), inputs.job.global_batch)

@@ -1,7 +1,8 @@
 """Measured: what probes saw of a machine, and of a job at small depth on it, as the planner is handed it.
 
-Rates enter as the peaks that would reach them under the shares of ``planner.rates`` and ``planner.links``; a job's
-seconds and bytes correct what the models say of the same job (``planner.measured_memory``, ``planner.measured_time``).
+Rates enter as the peaks that would reach them under the shares of ``planner.time.rates`` and ``planner.time.links``;
+a job's seconds and bytes correct what the models say of the same job (``planner.measured_memory``,
+``planner.measured_time``).
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from planner.architecture import Architecture
 from planner.choice import FSDP2, ZERO, Choice
-from planner.coefficients_json import option_key, shape_hash
 from planner.hardware import Hardware
-from planner.links import HOST_LINK_SHARE, LINK_SHARE
-from planner.rates import FP32_MATMUL, REFERENCE_CEILING, STREAMING
-from planner.states import compute_bytes
+from planner.memory.coefficients_json import option_key, shape_hash
+from planner.memory.states import compute_bytes
+from planner.time.links import HOST_LINK_SHARE, LINK_SHARE
+from planner.time.rates import FP32_MATMUL, REFERENCE_CEILING, STREAMING
 
 if TYPE_CHECKING:
-    from planner.memory import MemoryModel
+    from planner.memory.model import MemoryModel
 
 PHASES = ("forward", "loss", "backward", "step")
 """Phases of a step that a probe tells apart, in their order."""
@@ -119,7 +120,7 @@ def measured_hardware(hardware: Hardware, rates: MeasuredRates) -> Hardware:
     """``hardware`` with peaks that reach ``rates`` under the shares that the models take of peaks.
 
     A product in training reaches less than the best product alone: the share between the two is that of the card whose
-    training was timed (``planner.rates``). What was not measured stays as it is.
+    training was timed (``planner.time.rates``). What was not measured stays as it is.
     """
     changes: dict[str, object] = {}
     # The CPU's ranks share what was measured of all its cores.

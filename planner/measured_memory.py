@@ -14,8 +14,8 @@ from planner.measured import PHASES, MeasuredJob, first_layers, near, same_state
 
 if TYPE_CHECKING:
     from planner.choice import Choice
-    from planner.memory import MemoryModel
-    from planner.phases import Phase
+    from planner.memory.model import MemoryModel
+    from planner.memory.phases import Phase
 
 MEASURED_ERROR = 0.01
 """Half-width said for this tier, as a share of activations, working set and loss; never less than ``MEASURED_FLOOR`` of

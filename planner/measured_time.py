@@ -15,8 +15,8 @@ from planner.measured import MeasuredJob, first_layers, same_states
 
 if TYPE_CHECKING:
     from planner.choice import Choice
-    from planner.memory import MemoryModel
-    from planner.step_time import MeasuredTimeSource, TimeModel
+    from planner.memory.model import MemoryModel
+    from planner.time.step import MeasuredTimeSource, TimeModel
 
 MEASURED_TIME_ERROR = 0.15
 """Half-width said for a step on one device after a probe of the job, as a share of it: predictions from depth 1 and 2
@@ -84,7 +84,7 @@ class MeasuredTime:
         """Modelled seconds by part of one optimizer step as the probe has them, and their sum.
 
         Args:
-            parts: in the order of ``planner.step_time.TIME_PARTS``.
+            parts: in the order of ``planner.time.step.TIME_PARTS``.
             choice: the knobs.
             layers: of the whole model.
             tokens: of one micro-batch.

@@ -14,7 +14,7 @@ from planner.choice import (
     MixedPrecision,
     Weights,
 )
-from planner.optimizers import find_optimizer
+from planner.memory.optimizers import find_optimizer
 
 
 class PinError(ValueError):
@@ -76,7 +76,7 @@ def _optimizer(knob: str, value: Any) -> str:
 def _route(knob: str, value: Any) -> str:
     text = str(value).strip()
     if text != "bf16":
-        from planner.routes import asked_route  # most plans do without
+        from planner.precision.routes import asked_route  # most plans do without
 
         try:
             asked_route({knob: text})

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from planner.job import MAX_GLOBAL_BATCH, Job
 from planner.machine import Machine
-from planner.optimizers import find_optimizer
+from planner.memory.optimizers import find_optimizer
 from planner.stack import Stack
 
 MAX_RANKS = 2**20

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.architecture import Architecture
-from planner.blocks import Blocks
-from planner.memory import MemoryEstimate
-from planner.search import Candidate
-from planner.step_time import TimeEstimate
+from planner.memory.blocks import Blocks
+from planner.memory.model import MemoryEstimate
+from planner.search.search import Candidate
+from planner.time.step import TimeEstimate
 
 
 def round_significant(value: float, digits: int = 6) -> float:
@@ -50,7 +50,7 @@ def memory_json(memory: MemoryEstimate) -> dict[str, Any]:
 
 
 def time_json(time: TimeEstimate | None, cost: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Seconds of one step and what the run takes (``planner.run_cost``), None where the card's rates are not known."""
+    """Seconds of one step and what the run takes (``planner.time.run_cost``); None where no rates are known."""
     if time is None:
         return None
     return {

@@ -10,16 +10,16 @@ from planner.advice.changes import Change, changes_by_route, changes_that_fit, c
 from planner.advice.reasons import peak_sentence, shortage, why
 from planner.advice.route_offers import offers
 from planner.architecture import Architecture
-from planner.blocks import parameter_blocks
 from planner.contradictions import check_inputs
 from planner.job import Job
-from planner.memory import MemoryEstimate
-from planner.methods import JobSearch, search_job
+from planner.memory.blocks import parameter_blocks
+from planner.memory.model import MemoryEstimate
 from planner.plan_json import architecture_json, candidate_json
 from planner.problem import PlanInput, Problem, run_file_names
 from planner.rules import warnings_for
-from planner.run_cost import cost_of
-from planner.search import Candidate, SearchResult, distinct
+from planner.search.methods import JobSearch, search_job
+from planner.search.search import Candidate, SearchResult, distinct
+from planner.time.run_cost import cost_of
 from planner.units import format_gib
 
 PLAN_SCHEMA = "trlfit.plan/1"
@@ -69,14 +69,14 @@ def make_plan(inputs: PlanInput, *, explain: bool = False) -> PlanOutcome:
     Raises:
         RefusedJob: the job or its pins contradict the libraries' rules.
         planner.pins.PinError: a pin names no knob or no value of it, or sizes that make no run.
-        planner.adapters.TargetError: LoRA targets that the model does not have.
+        planner.memory.adapters.TargetError: LoRA targets that the model does not have.
         ValueError: a size that no model can have.
     """
     check_inputs(inputs)
     staircase: list[dict[str, Any]] = []
     length = 0
     if inputs.job.goal == "longest":
-        from planner.longest import at_length, longest  # only this goal pays for it
+        from planner.search.longest import at_length, longest  # only this goal pays for it
 
         length, stairs = longest(inputs)
         staircase = [stair.to_json() for stair in stairs]

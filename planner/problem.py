@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any, cast
 
 from planner.architecture import Architecture
 from planner.choice import ZERO, Attention, Choice, LossPath, Method
-from planner.coefficients import LayerWork
-from planner.formula import formula_coefficients
 from planner.hardware import Hardware
 from planner.job import Job
 from planner.machine import Machine
 from planner.machine_hardware import cpu_hardware, gpu_hardware
-from planner.memory import CoefficientSource, MemoryJob, MemoryModel
+from planner.memory.coefficients import LayerWork
+from planner.memory.formula import formula_coefficients
+from planner.memory.model import CoefficientSource, MemoryJob, MemoryModel
 from planner.pins import parse_pins
-from planner.routes import asked_route
+from planner.precision.routes import asked_route
 from planner.rules import with_rules
 from planner.rules.context import read_context
 from planner.rules.overrides import read_overrides
-from planner.search import Judge
-from planner.space import SpaceOptions
+from planner.search.search import Judge
+from planner.search.space import SpaceOptions
 from planner.stack import Stack
-from planner.step_time import LayerWorkSource, TimeModel
+from planner.time.step import LayerWorkSource, TimeModel
 from profiles.cards import CardProfile
 from profiles.releases import feature, trl_release
 from profiles.routes import EMULATED

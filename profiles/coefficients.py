@@ -26,7 +26,7 @@ def find_coefficients(shape: str) -> dict[str, Any] | None:
     """The document of that shape's hash, plain JSON; None when it is not bundled.
 
     Args:
-        shape: hash of what decides the layers' bytes, as ``planner.coefficients_json.shape_hash`` makes it.
+        shape: hash of what decides the layers' bytes, as ``planner.memory.coefficients_json.shape_hash`` makes it.
     """
     name = bundled_shapes().get(shape[:SHAPE_DIGITS])
     if name is None:

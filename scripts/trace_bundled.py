@@ -27,8 +27,8 @@ from launcher.errors import TrlfitError  # noqa: E402
 from launcher.evidence.coefficient_store import PACKAGES, default_options  # noqa: E402
 from launcher.evidence.tracing import trace  # noqa: E402
 from planner.architecture import Architecture  # noqa: E402
-from planner.coefficients_json import CoefficientDocument, option_key, shape_hash  # noqa: E402
 from planner.config.reader import read_architecture  # noqa: E402
+from planner.memory.coefficients_json import CoefficientDocument, option_key, shape_hash  # noqa: E402
 from profiles.coefficients import FOLDER, SHAPE_DIGITS, find_coefficients  # noqa: E402
 from profiles.models import BundledModel, find_model, list_models  # noqa: E402
 

@@ -84,7 +84,7 @@ def pins(text: str) -> list[str]:
 def _values(knob: str) -> Sequence[str]:
     """Words that a knob may have; none of a knob that takes a number."""
     from planner.choice import LOSS_PATHS, OFFLOAD_TARGETS, RECOMPUTES, SHARDINGS, Attention, MixedPrecision, Weights
-    from planner.optimizers import OPTIMIZERS
+    from planner.memory.optimizers import OPTIMIZERS
     from profiles.routes import load_routes
 
     words: dict[str, Sequence[str]] = {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from launcher.writing.data import DataReport
     from planner.machine import Card
     from planner.planning import PlanOutcome
-    from planner.search import Candidate
+    from planner.search.search import Candidate
     from tui.probe_view import ProbeView
     from tui.run_view import RunView
 
@@ -169,7 +169,7 @@ class Known:
     def ledger(self) -> Json | None:
         """The ledger of the chosen plan."""
         from launcher.commands.ledger import ledger_document  # the planner's modules come with the first plan
-        from planner.one_choice import OneChoice
+        from planner.ledger.one_choice import OneChoice
 
         found = self._searched(self.chosen)
         if self.outcome is None or found is None:
@@ -195,7 +195,7 @@ class Known:
         """A candidate as the search has it."""
         if self.outcome is None or self.plan is None:
             return None
-        from planner.search import distinct
+        from planner.search.search import distinct
 
         result, fitting = self.outcome.result, sum(c["fits"] for c in self.plan["candidates"])
         if place < fitting:

@@ -36,7 +36,7 @@ WORK = (
     "elementwise_bytes",
     "launches",
 )
-"""What is counted of a layer's operators; the names of planner.work."""
+"""What is counted of a layer's operators; the names of planner.time.work."""
 
 
 class Tracker(TorchDispatchMode):

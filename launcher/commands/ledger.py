@@ -11,11 +11,11 @@ from launcher.flags import FLAG_FIELDS
 from launcher.output import print_json, print_text
 from launcher.planning import choice_from_args
 from launcher.text.plan import ledger_text, textbook_text
-from planner.ledger import ledger
-from planner.one_choice import OneChoice
+from planner.ledger.ledger import ledger
+from planner.ledger.one_choice import OneChoice
+from planner.ledger.textbook import MAX_DEVICES, ROLES, TextbookInput, textbook
 from planner.planning import host_warnings
 from planner.rules import warnings_for
-from planner.textbook import MAX_DEVICES, ROLES, TextbookInput, textbook
 from planner.units import GIB
 
 

@@ -13,11 +13,11 @@ from launcher.narration import StderrNarrator
 from launcher.output import print_json, print_text, table
 from launcher.planning import job_from_args, plan_inputs
 from planner.architecture import Architecture
-from planner.coefficients import Coefficients
-from planner.coefficients_json import MODES, CoefficientDocument, coefficients_of, option_key
-from planner.formula import ActivationOptions, formula_coefficients
+from planner.memory.coefficients import Coefficients
+from planner.memory.coefficients_json import MODES, CoefficientDocument, coefficients_of, option_key
+from planner.memory.formula import ActivationOptions, formula_coefficients
 from planner.problem import PlanInput, make_problem
-from planner.search import search
+from planner.search.search import search
 from planner.units import format_bytes
 
 

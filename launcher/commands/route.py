@@ -19,7 +19,7 @@ from launcher.run_text.run_spec import absolute
 from launcher.text.route_probe import probe_text
 from launcher.text.routes import table_text
 from planner.machine_hardware import gpu_hardware
-from planner.routes import capability_of, capability_words, lack_of
+from planner.precision.routes import capability_of, capability_words, lack_of
 from profiles.routes import PRODUCTS, Route, find_route, load_routes, spelled_out
 
 PROBE_SCHEMA = "trlfit.route-probe/1"

@@ -18,8 +18,8 @@ from launcher.errors import EnvironmentLacks, ProbeFailed
 from launcher.evidence.kept_files import folder_to_keep_in, write_kept
 from launcher.paths import cache_dir
 from planner.architecture import Architecture
-from planner.coefficients import Coefficients
-from planner.coefficients_json import (
+from planner.memory.coefficients import Coefficients
+from planner.memory.coefficients_json import (
     BadDocument,
     CoefficientDocument,
     coefficients_of,
@@ -27,8 +27,8 @@ from planner.coefficients_json import (
     shape_hash,
     versions_text,
 )
-from planner.formula import ActivationOptions, formula_coefficients
-from planner.memory import CoefficientSource
+from planner.memory.formula import ActivationOptions, formula_coefficients
+from planner.memory.model import CoefficientSource
 from planner.stack import Stack
 from profiles.coefficients import find_coefficients
 
@@ -63,7 +63,7 @@ def source_for(
         progress: told about a running trace.
 
     Returns:
-        What ``planner.memory.MemoryModel`` asks for coefficients.
+        What ``planner.memory.model.MemoryModel`` asks for coefficients.
     """
     finder = _Finder(stack, trace, notes, warn, progress)
     finder.planned = shape_hash(architecture) if trace else ""

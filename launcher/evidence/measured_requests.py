@@ -12,12 +12,12 @@ from launcher.run_text.run_spec import RunSpec
 from launcher.run_text.training_script import adapter_settings
 from launcher.run_text.trl_arguments import config_sections, yarn
 from planner.choice import Choice
-from planner.coefficients_json import option_key, shape_hash
 from planner.job import Job
 from planner.machine import BUSY_BYTES, Card, Machine
 from planner.machine_hardware import cards_by_room
 from planner.measured import first_layers, probe_depths
-from planner.memory import MemoryModel
+from planner.memory.coefficients_json import option_key, shape_hash
+from planner.memory.model import MemoryModel
 from planner.problem import PlanInput, Problem
 from planner.units import GIB
 

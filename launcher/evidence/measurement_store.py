@@ -170,8 +170,8 @@ def measured_for(machine: Machine, stack: Stack, architecture: Architecture, not
 def _jobs(
     documents: Iterable[Document], stack: Stack, architecture: Architecture, notes: list[str]
 ) -> Iterable[MeasuredJob]:
-    from planner.coefficients_json import shape_hash
     from planner.measured_json import job_of
+    from planner.memory.coefficients_json import shape_hash
 
     shape = shape_hash(architecture)
     for document in documents:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from launcher.evidence.measuring import ask_child
 from planner.architecture import Architecture
-from planner.coefficients_json import (
+from planner.memory.coefficients_json import (
     MODES,
     CoefficientDocument,
     is_masked,
@@ -19,7 +19,7 @@ from planner.coefficients_json import (
     shape_hash,
     window_of,
 )
-from planner.formula import ActivationOptions
+from planner.memory.formula import ActivationOptions
 
 TIME_LIMIT_S = 300.0
 SHORTEST_WINDOW = 1024

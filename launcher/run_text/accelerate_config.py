@@ -13,9 +13,9 @@ from launcher.errors import UsageError
 from launcher.run_text.route_script import accelerate_keys, loads_everywhere
 from launcher.run_text.run_spec import RunSpec
 from launcher.run_text.trl_arguments import fsdp_checkpoints
-from planner.blocks import parameter_blocks
 from planner.choice import FSDP2, ZERO
-from planner.sharding_memory import ZERO_BUCKET_ELEMENTS
+from planner.memory.blocks import parameter_blocks
+from planner.memory.sharding import ZERO_BUCKET_ELEMENTS
 
 ACCELERATE_FILE = "accelerate.yaml"
 DEEPSPEED_FILE = "deepspeed.json"

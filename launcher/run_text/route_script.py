@@ -8,7 +8,7 @@ from importlib.resources import files
 from launcher.errors import UsageError
 from launcher.run_text.run_spec import RunSpec
 from planner.choice import FSDP2
-from planner.routes import Asked, asked_route
+from planner.precision.routes import Asked, asked_route
 from profiles.routes import PRODUCTS, Route
 
 RECIPE_FILE = "route.json"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launcher.run_text.run_spec import RunSpec
-from planner.routes import Asked
+from planner.precision.routes import Asked
 from profiles.routes import Published, spelled_out
 
 VALIDATION_FILE = "validation.md"

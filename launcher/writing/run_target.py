@@ -21,7 +21,7 @@ from planner.choice import Choice
 from planner.job import Job
 from planner.planning import PlanOutcome, with_chosen
 from planner.problem import PlanInput
-from planner.search import distinct
+from planner.search.search import distinct
 
 
 class NothingFits(TrlfitError):

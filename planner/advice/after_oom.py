@@ -8,10 +8,10 @@ from typing import Literal
 
 from planner.advice.explanation import change_words
 from planner.choice import Choice
-from planner.memory import MemoryEstimate
+from planner.memory.model import MemoryEstimate
 from planner.planning import PlanOutcome, make_plan
 from planner.problem import PlanInput, Problem, make_problem, with_job
-from planner.search import Candidate
+from planner.search.search import Candidate
 from planner.units import format_bytes
 
 SMALLER = 0.97
@@ -116,7 +116,7 @@ def plan_after(
     Raises:
         planner.planning.RefusedJob: the job contradicts the libraries' rules.
         planner.pins.PinError: a pin names no knob or no value of it.
-        planner.adapters.TargetError: LoRA targets that the model does not have.
+        planner.memory.adapters.TargetError: LoRA targets that the model does not have.
     """
     problem = make_problem(with_job(inputs, method=failed.choice.method))
     if problem.hardware.device == "cpu":

@@ -8,10 +8,10 @@ from typing import Any
 
 from planner.choice import Alters, Method
 from planner.machine import MAX_NODES, Machine
-from planner.methods import LIGHTER, methods_of
 from planner.named_machine import named_machine
 from planner.problem import PlanInput, method_label, with_job
-from planner.space import ALONE
+from planner.search.methods import LIGHTER, methods_of
+from planner.search.space import ALONE
 from profiles.cards import load_cards
 from profiles.releases import newest_known
 from profiles.stacks import load_packages

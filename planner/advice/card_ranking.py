@@ -9,13 +9,13 @@ from typing import Any
 
 from planner.advice.reasons import short_bytes
 from planner.contradictions import check_inputs
-from planner.longest import settled
-from planner.methods import search_job
 from planner.named_machine import named_machine
 from planner.pins import PinError
 from planner.plan_json import round_significant
 from planner.problem import PlanInput, with_job
-from planner.run_cost import run_length
+from planner.search.longest import settled
+from planner.search.methods import search_job
+from planner.time.run_cost import run_length
 from profiles.cards import CardProfile
 
 CARDS_SCHEMA = "trlfit.cards/1"
@@ -46,7 +46,7 @@ def rank_offers(inputs: PlanInput, offers: Sequence[Offer]) -> dict[str, Any]:
     come first.
 
     Raises:
-        planner.adapters.TargetError: LoRA targets that the model does not have.
+        planner.memory.adapters.TargetError: LoRA targets that the model does not have.
     """
     found = sorted((_judged(inputs, offer) for offer in offers), key=_by_time)
     fitting = [entry for entry in found if entry["fits"]]

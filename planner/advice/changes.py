@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from planner.choice import Alters, LossPath
-from planner.methods import search_job
 from planner.problem import PlanInput, Problem, make_problem, method_label
-from planner.search import Candidate, search
+from planner.search.methods import search_job
+from planner.search.search import Candidate, search
 from planner.units import format_gib, format_seconds
 from profiles.releases import newest_known, trl_release
 

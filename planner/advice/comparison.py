@@ -9,11 +9,11 @@ from typing import Any
 from planner.advice.altered_jobs import pin_text
 from planner.advice.reasons import PART_NAMES, short_bytes
 from planner.contradictions import check_inputs
-from planner.longest import settled
-from planner.methods import search_job
 from planner.planning import RefusedJob, planned_candidate
 from planner.problem import PlanInput, Problem, with_job
-from planner.search import Candidate, distinct
+from planner.search.longest import settled
+from planner.search.methods import search_job
+from planner.search.search import Candidate, distinct
 from planner.units import format_gib, format_seconds
 
 COMPARISON_SCHEMA = "trlfit.comparison/1"
@@ -43,7 +43,7 @@ def compare(inputs: PlanInput, first: Side, second: Side) -> dict[str, Any]:
         RefusedJob: the libraries refuse every choice of a side.
         NoSuchRank: a rank beyond what fits.
         planner.pins.PinError: a pin names no knob or no value of it, or sizes that make no run.
-        planner.adapters.TargetError: LoRA targets that the model does not have.
+        planner.memory.adapters.TargetError: LoRA targets that the model does not have.
     """
     inputs = settled(inputs)
     a, b = (_side(inputs, side) for side in (first, second))

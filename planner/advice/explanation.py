@@ -14,9 +14,9 @@ from planner.advice.reasons import short_bytes
 from planner.choice import Choice, OffloadTarget
 from planner.plan_json import round_significant
 from planner.problem import Problem, method_label
-from planner.search import GROUPS, Candidate
+from planner.search.search import GROUPS, Candidate
+from planner.time.waits import waits
 from planner.units import format_gib, format_seconds
-from planner.waits import waits
 
 SHOWN_PARTS = 4
 WORTH_SAYING = 0.01

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from planner.choice import Choice
 from planner.problem import Problem
 from planner.rules import first_refusal
-from planner.search import Candidate
-from planner.space import SpaceOptions, frames, micro_batches
+from planner.search.search import Candidate
+from planner.search.space import SpaceOptions, frames, micro_batches
 
 SIZES = ("cp", "sp", "tp", "dp_shard", "dp_replicate")
 BATCH = ("micro_batch", "grad_accum")

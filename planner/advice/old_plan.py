@@ -11,13 +11,13 @@ from planner.advice.reasons import short_bytes, shortage
 from planner.choice import Alters, Choice, LossPath, Method
 from planner.contradictions import check_inputs
 from planner.job import Job
-from planner.longest import settled
-from planner.methods import JobSearch, methods_of, search_job
 from planner.plan_json import round_significant
 from planner.planning import planned_candidate
 from planner.problem import PlanInput, Problem, make_problem, method_label, with_job
 from planner.rules import all_refusals, job_refusals
-from planner.search import SAME_SPEED, Candidate
+from planner.search.longest import settled
+from planner.search.methods import JobSearch, methods_of, search_job
+from planner.search.search import SAME_SPEED, Candidate
 from planner.units import format_gib, format_seconds
 from profiles.releases import trl_release
 
@@ -44,7 +44,7 @@ def held_against(inputs: PlanInput, old: OldPlan) -> dict[str, Any]:
 
     Raises:
         planner.pins.PinError: a pin names no knob or no value of it, or sizes that make no run.
-        planner.adapters.TargetError: LoRA targets that the model does not have.
+        planner.memory.adapters.TargetError: LoRA targets that the model does not have.
     """
     check_inputs(inputs)
     inputs = settled(inputs)

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import cast
 
 from planner.choice import Choice, LossPath
-from planner.memory import MemoryEstimate
+from planner.memory.model import MemoryEstimate
 from planner.problem import Problem
-from planner.search import Candidate, Judge
+from planner.search.search import Candidate, Judge
 from planner.units import GIB, format_bytes, format_gib
 
 PART_NAMES = {

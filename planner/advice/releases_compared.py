@@ -10,7 +10,7 @@ from planner.choice import LossPath
 from planner.plan_json import round_significant
 from planner.problem import PlanInput, Problem, make_problem
 from planner.rules import first_refusal
-from planner.search import Candidate
+from planner.search.search import Candidate
 from planner.units import format_gib, format_seconds
 from profiles.releases import known_trl_releases, release_numbers, trl_release
 

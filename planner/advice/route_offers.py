@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from planner.precision.routes import lack_of, low_routes
 from planner.problem import PlanInput, Problem, make_problem, with_job
-from planner.routes import lack_of, low_routes
 from planner.rules import first_refusal
-from planner.search import SAME_SPEED, Candidate
+from planner.search.search import SAME_SPEED, Candidate
 from planner.units import format_seconds
 from profiles.routes import Route
 

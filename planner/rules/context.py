@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from planner.architecture import Architecture
 from planner.job import Job
-from planner.route_time import covered_linears
-from planner.routes import Asked, asked_route
+from planner.precision.route_time import covered_linears
+from planner.precision.routes import Asked, asked_route
 from planner.rules.model import ModelFacts, read_model
 from planner.rules.overrides import Overrides, read_overrides
 from planner.stack import Stack

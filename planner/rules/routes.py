@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.choice import FSDP2, Choice
-from planner.routes import lack_of
+from planner.precision.routes import lack_of
 from planner.rules.book import refuses
 from planner.rules.context import RuleContext
 

@@ -70,16 +70,16 @@ def loaded(words: list[str], tmp_path: Path) -> set[str]:
 
 def test_a_plan_loads_only_what_it_needs(tmp_path: Path) -> None:
     found = loaded(PLAN, tmp_path)
-    assert {"pydantic", "planner.search", "launcher.cli", "tui.__main__"} <= found
+    assert {"pydantic", "planner.search.search", "launcher.cli", "tui.__main__"} <= found
     assert sorted(found & set(NEVER)) == []
 
 
 @pytest.mark.parametrize(
     ("more", "module"),
     [
-        (["--method", "lora"], "planner.adapters"),
+        (["--method", "lora"], "planner.memory.adapters"),
         (["--trl", "max_steps=5"], "yaml"),
-        (["--goal", "longest"], "planner.longest"),
+        (["--goal", "longest"], "planner.search.longest"),
     ],
     ids=["lora", "trl", "longest"],
 )

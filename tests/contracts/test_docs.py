@@ -43,7 +43,9 @@ def test_a_constant_has_the_value_of_the_code(page: str, module: str, name: str,
 
 
 def test_the_constants_of_the_time_model_are_all_there() -> None:
-    modules = [import_module(f"planner.{name}") for name in ("step_time", "loss_time", "rates", "links", "hardware")]
+    modules = [
+        import_module(f"planner.{name}") for name in ("time.step", "time.loss", "time.rates", "time.links", "hardware")
+    ]
     numbers = {
         name
         for module in modules

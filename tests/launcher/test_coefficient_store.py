@@ -16,11 +16,11 @@ import pytest
 from launcher.evidence.coefficient_store import cache_folder, default_options, keep, may_trace, siblings, source_for
 from launcher.evidence.tracing import request_for
 from planner.architecture import Architecture
-from planner.coefficients import Affine, Highest
-from planner.coefficients_json import CoefficientDocument, coefficients_of, option_key, shape_hash
 from planner.config.reader import read_architecture
-from planner.formula import ActivationOptions, formula_coefficients
-from planner.memory import CoefficientSource
+from planner.memory.coefficients import Affine, Highest
+from planner.memory.coefficients_json import CoefficientDocument, coefficients_of, option_key, shape_hash
+from planner.memory.formula import ActivationOptions, formula_coefficients
+from planner.memory.model import CoefficientSource
 from planner.stack import Stack
 from profiles.coefficients import FOLDER, find_coefficients
 from profiles.models import find_model, list_models
@@ -150,7 +150,7 @@ WRITER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from launcher.evidence.coefficient_store import keep
-from planner.coefficients_json import CoefficientDocument
+from planner.memory.coefficients_json import CoefficientDocument
 import json
 found = CoefficientDocument.from_json(json.load(sys.stdin))
 print("ready", flush=True)

@@ -17,10 +17,10 @@ from launcher.evidence.coefficient_store import LINEAR_KERNELS, default_options
 from launcher.evidence.tracing import document_of, request_for, trace
 from planner.architecture import Architecture
 from planner.choice import Choice
-from planner.coefficients import Coefficients
-from planner.coefficients_json import CoefficientDocument, coefficients_of, option_key, shape_hash
 from planner.config.reader import read_architecture
-from planner.formula import ActivationOptions
+from planner.memory.coefficients import Coefficients
+from planner.memory.coefficients_json import CoefficientDocument, coefficients_of, option_key, shape_hash
+from planner.memory.formula import ActivationOptions
 from profiles.coefficients import find_coefficients
 from profiles.models import list_models
 from tests.launcher.command_line import TINY_CONFIG, assert_refused, command_environment, here, write_files

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from launcher.inputs.model_config import resolve_architecture
-from planner.blocks import parameter_blocks
 from planner.choice import Choice
-from planner.host_memory import HostPart, Node, host_parts, largest_parameter_bytes
-from planner.phases import held_bytes
-from planner.states import role_table
+from planner.memory.blocks import parameter_blocks
+from planner.memory.host import HostPart, Node, host_parts, largest_parameter_bytes
+from planner.memory.phases import held_bytes
+from planner.memory.states import role_table
 from tests.launcher.tiny_models import EXAMPLES, ROOT, build
 
 pytestmark = pytest.mark.launch

@@ -1,4 +1,4 @@
-"""What planner.loss_memory says of every loss path, against the code of the TRL and Liger releases that have it."""
+"""What planner.memory.loss says of every loss path, against the code of the TRL and Liger releases that have it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from planner.loss_memory import LossBytes, loss_bytes
+from planner.memory.loss import LossBytes, loss_bytes
 from profiles.releases import feature, trl_release
 from tests.launcher.command_line import here
 

@@ -27,9 +27,9 @@ from launcher.evidence.measurement_store import (
 )
 from launcher.paths import cache_dir
 from planner.choice import Choice
-from planner.coefficients_json import shape_hash
 from planner.machine import Machine
 from planner.measured import PHASES
+from planner.memory.coefficients_json import shape_hash
 from planner.stack import Stack
 from tests.launcher.command_line import here
 from tests.planner.replay import bundled, named_machine

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from planner.choice import Choice
-from planner.states import residual_bytes, runs_under_autocast
+from planner.memory.states import residual_bytes, runs_under_autocast
 from tests.launcher.tiny_models import EXAMPLES, ROOT, build
 from tests.launcher.warm_python import warm_environment, warm_python
 

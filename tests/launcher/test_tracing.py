@@ -18,11 +18,11 @@ from launcher.errors import EnvironmentLacks, ProbeFailed
 from launcher.evidence.tracing import document_of, request_for, trace
 from planner.architecture import Architecture
 from planner.choice import Choice
-from planner.coefficients import Coefficients
-from planner.coefficients_json import CoefficientDocument, coefficients_of, option_key, shape_hash
 from planner.config.reader import read_architecture
-from planner.formula import ActivationOptions, formula_coefficients
-from planner.memory import MemoryJob, MemoryModel
+from planner.memory.coefficients import Coefficients
+from planner.memory.coefficients_json import CoefficientDocument, coefficients_of, option_key, shape_hash
+from planner.memory.formula import ActivationOptions, formula_coefficients
+from planner.memory.model import MemoryJob, MemoryModel
 from tests.launcher.small_families import FAMILIES, config_of
 from tests.planner.replay import H100_WITHOUT_RATES, quantile, tensor_bytes
 

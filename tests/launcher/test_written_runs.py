@@ -18,14 +18,14 @@ from launcher.errors import UsageError
 from launcher.inputs.stack import inspect_stack
 from launcher.run_text.run_files import render_run
 from launcher.run_text.run_spec import RunSpec
-from planner.adapters import TargetError
 from planner.choice import RECOMPUTES
 from planner.contradictions import check_inputs
 from planner.machine import Host, Machine
-from planner.methods import JobSearch, search_job
+from planner.memory.adapters import TargetError
 from planner.pins import PinError
 from planner.planning import RefusedJob, make_plan
 from planner.problem import PlanInput
+from planner.search.methods import JobSearch, search_job
 from planner.units import GIB
 from tests.launcher.command_line import ROOT
 from tests.launcher.tiny_models import EXAMPLES

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from planner.choice import Choice, LossPath, Method
 from planner.problem import layer_work_of
-from planner.step_time import TimeEstimate, TimeModel
+from planner.time.step import TimeEstimate, TimeModel
 from tests.planner.replay import bundled_coefficients, problem_of
 
 QUERY_VALUE = ("q_proj", "v_proj")

@@ -13,19 +13,19 @@ from typing import Any, Literal, get_args
 
 from planner.architecture import Architecture
 from planner.choice import Choice
-from planner.coefficients import Coefficients
-from planner.coefficients_json import CoefficientDocument, coefficients_of, shape_hash
 from planner.config.reader import read_architecture
-from planner.formula import ActivationOptions, formula_coefficients
 from planner.hardware import Hardware
 from planner.job import Job
 from planner.machine import Machine
-from planner.memory import CoefficientSource, MemoryEstimate, MemoryJob, MemoryModel
+from planner.memory.coefficients import Coefficients
+from planner.memory.coefficients_json import CoefficientDocument, coefficients_of, shape_hash
+from planner.memory.formula import ActivationOptions, formula_coefficients
+from planner.memory.model import CoefficientSource, MemoryEstimate, MemoryJob, MemoryModel
+from planner.memory.states import RoleTable, trainable_roles
 from planner.named_machine import named_machine as machine_of
 from planner.problem import PlanInput, Problem, groups_head, layer_work_of, make_problem
 from planner.stack import Stack
-from planner.states import RoleTable, trainable_roles
-from planner.step_time import TimeEstimate, nothing_traced
+from planner.time.step import TimeEstimate, nothing_traced
 from profiles.cards import find_card
 from profiles.coefficients import find_coefficients
 from profiles.models import find_model

@@ -12,13 +12,13 @@ from functools import cache
 from typing import Any
 
 from planner.architecture import Architecture, AttentionKind, LayerKind
-from planner.coefficients import Coefficients
-from planner.coefficients_json import CoefficientDocument, coefficients_of, shape_hash
 from planner.config.reader import read_architecture
-from planner.depth import depth_of
-from planner.formula import ActivationOptions, formula_coefficients
-from planner.memory import CoefficientSource, MemoryJob, MemoryModel
-from planner.phases import LayerWalker
+from planner.memory.coefficients import Coefficients
+from planner.memory.coefficients_json import CoefficientDocument, coefficients_of, shape_hash
+from planner.memory.depth import depth_of
+from planner.memory.formula import ActivationOptions, formula_coefficients
+from planner.memory.model import CoefficientSource, MemoryJob, MemoryModel
+from planner.memory.phases import LayerWalker
 from tests.planner.replay import DATA, H100_WITHOUT_RATES, Row, as_traced, choice_of, rows, tensor_bytes
 
 ATTENTION: dict[str, AttentionKind] = {

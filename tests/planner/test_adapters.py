@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from planner.adapters import (
+from planner.architecture import Architecture
+from planner.config.reader import read_architecture
+from planner.memory.adapters import (
     TargetError,
     adapts_experts,
     lora_modules,
@@ -16,8 +18,6 @@ from planner.adapters import (
     target_names,
     unknown_targets,
 )
-from planner.architecture import Architecture
-from planner.config.reader import read_architecture
 from profiles.models import find_model
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from planner.blocks import Block, parameter_blocks
 from planner.choice import Method
+from planner.memory.blocks import Block, parameter_blocks
 from tests.planner.replay import bundled
 
 H, F, KV, V = 4096, 12_288, 1024, 151_936

@@ -18,7 +18,7 @@ from benchmarks.caching_allocator import (
     least_capacity,
     runs,
 )
-from planner.device_memory import SLACK_SHARE, WHOLE_SEGMENTS_SHARE
+from planner.memory.device import SLACK_SHARE, WHOLE_SEGMENTS_SHARE
 
 MIB = 2**20
 GIB = 2**30

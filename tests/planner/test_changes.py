@@ -11,7 +11,7 @@ from planner.advice.changes import Change, changes_that_fit, changes_that_help
 from planner.machine import Card, Host, Machine
 from planner.problem import PlanInput, make_problem
 from planner.rules import all_refusals
-from planner.search import search
+from planner.search.search import search
 from profiles.cards import find_card, load_cards
 from profiles.releases import newest_known
 from tests.planner.replay import inputs_of, named_machine, problem_of

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from planner.architecture import Architecture, LayerKind
-from planner.coefficients import Affine, Highest, Windowed
-from planner.coefficients_json import (
+from planner.config.reader import read_architecture
+from planner.memory.coefficients import Affine, Highest, Windowed
+from planner.memory.coefficients_json import (
     BadDocument,
     CoefficientDocument,
     coefficients_of,
@@ -16,8 +17,7 @@ from planner.coefficients_json import (
     pack_line,
     shape_hash,
 )
-from planner.config.reader import read_architecture
-from planner.formula import ActivationOptions, formula_coefficients
+from planner.memory.formula import ActivationOptions, formula_coefficients
 
 LLAMA = {
     "model_type": "llama",

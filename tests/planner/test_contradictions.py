@@ -8,12 +8,12 @@ import pytest
 
 from planner.contradictions import common_refusals, size_contradiction
 from planner.hardware import Hardware
-from planner.one_choice import choose_one
+from planner.ledger.one_choice import choose_one
 from planner.pins import PinError
 from planner.planning import make_plan
 from planner.problem import make_problem
 from planner.rules import all_refusals
-from planner.space import frames
+from planner.search.space import frames
 from tests.planner.replay import inputs_of
 
 JOB = {"model": "Qwen/Qwen3-8B", "machine": "8xH100-80GB"}

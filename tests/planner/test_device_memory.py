@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from planner.choice import Choice
-from planner.device_memory import device_model
 from planner.hardware import Hardware
+from planner.memory.device import device_model
 
 MIB = 2**20
 ALONE = Choice(method="full", loss_path="fused", recompute="full")

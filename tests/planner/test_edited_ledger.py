@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from planner.edited_ledger import ROLES, Cell, LedgerCells
-from planner.ledger import ledger
-from planner.one_choice import choose_one
+from planner.ledger.edited import ROLES, Cell, LedgerCells
+from planner.ledger.ledger import ledger
+from planner.ledger.one_choice import choose_one
 from tests.planner.replay import inputs_of
 
 QWEN3_8B = 8_190_735_360

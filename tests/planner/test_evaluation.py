@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from planner.activations import ActivationsAt, LayerAt, ModeAt
 from planner.choice import Choice
-from planner.depth import depth_of
-from planner.loss_memory import LossBytes
-from planner.memory import MemoryEstimate
-from planner.phases import LayerWalker, Moment, States
+from planner.memory.activations import ActivationsAt, LayerAt, ModeAt
+from planner.memory.depth import depth_of
+from planner.memory.loss import LossBytes
+from planner.memory.model import MemoryEstimate
+from planner.memory.phases import LayerWalker, Moment, States
+from planner.memory.sharding import ShardingBytes
 from planner.problem import make_problem
-from planner.search import search
-from planner.sharding_memory import ShardingBytes
+from planner.search.search import search
 from tests.planner.replay import inputs_of
 
 STATES = States(

@@ -13,7 +13,7 @@ from planner.choice import Choice
 from planner.plan import Plan
 from planner.planning import make_plan
 from planner.problem import Problem
-from planner.search import Candidate, distinct, search
+from planner.search.search import Candidate, distinct, search
 from profiles.releases import newest_known
 from tests.planner.published_times import UPGRADES, Upgrade
 from tests.planner.replay import inputs_of, problem_of

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from planner.coefficients import Affine, Coefficients
-from planner.formula import CHECKED_ERROR, UNCHECKED_ERROR, ActivationOptions, formula_coefficients
+from planner.memory.coefficients import Affine, Coefficients
+from planner.memory.formula import CHECKED_ERROR, UNCHECKED_ERROR, ActivationOptions, formula_coefficients
 from tests.planner.replay import bundled
 
 BF16 = ActivationOptions(residual_bytes=2, compute_bytes=2, trains_base=True)

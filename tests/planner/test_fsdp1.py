@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from planner.activations import ActivationsAt, LayerAt, ModeAt
-from planner.blocks import parameter_blocks
 from planner.choice import Choice
-from planner.depth import depth_of
-from planner.phases import LayerWalker, States
-from planner.sharding_memory import ShardingBytes, sharding_bytes
-from planner.states import trainable_roles
+from planner.memory.activations import ActivationsAt, LayerAt, ModeAt
+from planner.memory.blocks import parameter_blocks
+from planner.memory.depth import depth_of
+from planner.memory.phases import LayerWalker, States
+from planner.memory.sharding import ShardingBytes, sharding_bytes
+from planner.memory.states import trainable_roles
 from tests.planner.replay import bundled, rows
 
 CHILD = Path(__file__).with_name("real_fsdp1.py")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from planner.choice import Choice
-from planner.host_memory import PROCESS_BYTES, HostMemory, pinned_block
 from planner.machine import Host
+from planner.memory.host import PROCESS_BYTES, HostMemory, pinned_block
 from planner.planning import make_plan
 from tests.planner.replay import inputs_of, named_machine
 from tests.planner.test_memory import model

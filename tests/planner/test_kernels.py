@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.fused_kernels import liger_saves, unpacked_bytes
-from planner.linear_attention import kernel_work, operator_work
+from planner.time.fused_kernels import liger_saves, unpacked_bytes
+from planner.time.linear_attention import kernel_work, operator_work
 from tests.planner.replay import bundled
 
 LLAMA = bundled("meta-llama/Llama-3.1-8B").kinds[0]

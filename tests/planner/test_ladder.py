@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from planner.advice.ladder import Rung, ladder
-from planner.levers import free_levers
 from planner.problem import with_job
-from planner.search import search
+from planner.search.levers import free_levers
+from planner.search.search import search
 from profiles.releases import newest_known
 from tests.planner.replay import inputs_of, problem_of
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from planner.choice import Choice
-from planner.ledger import GROUPS, group_blocks, ledger, state_source
-from planner.phases import PARTS
+from planner.ledger.ledger import GROUPS, group_blocks, ledger, state_source
+from planner.memory.phases import PARTS
 from tests.planner.replay import bundled, problem_of
 
 FULL = Choice(method="full", loss_path="fused", recompute="full")

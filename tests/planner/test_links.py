@@ -8,7 +8,7 @@ import pytest
 
 from planner.choice import Choice
 from planner.hardware import Hardware
-from planner.links import (
+from planner.time.links import (
     COLLECTIVE_S,
     HOST_LINK_SHARE,
     LINK_SHARE,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from planner.longest import MAX_TOKENS, STAIRS, STEP_TOKENS, longest, longest_with
 from planner.machine import Machine
 from planner.problem import make_problem, with_job
-from planner.search import search
+from planner.search.longest import MAX_TOKENS, STAIRS, STEP_TOKENS, longest, longest_with
+from planner.search.search import search
 from profiles.releases import newest_known
 from tests.planner.replay import bundled_coefficients, inputs_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.loss_memory import loss_bytes
+from planner.memory.loss import loss_bytes
 from profiles.releases import trl_release
 
 QWEN3_8B = {"vocab": 151_936, "hidden": 4096}

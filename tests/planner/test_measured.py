@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from planner.choice import Choice
-from planner.coefficients_json import option_key, shape_hash
 from planner.measured import (
     Cell,
     Measured,
@@ -21,11 +20,12 @@ from planner.measured import (
     probe_depths,
     probed_choice,
 )
-from planner.memory import MemoryModel
+from planner.memory.coefficients_json import option_key, shape_hash
+from planner.memory.model import MemoryModel
 from planner.planning import make_plan
 from planner.problem import PlanInput, Problem, make_problem, time_model
-from planner.rates import rates_of
-from planner.search import search
+from planner.search.search import search
+from planner.time.rates import rates_of
 from tests.planner.replay import bundled, inputs_of
 
 MIB = 2**20

@@ -10,9 +10,9 @@ import pytest
 
 from planner.choice import Choice, Recompute, Sharding
 from planner.hardware import Hardware
-from planner.memory import MemoryEstimate, MemoryJob, MemoryModel, rank_tokens
+from planner.memory.model import MemoryEstimate, MemoryJob, MemoryModel, rank_tokens
 from planner.problem import make_problem
-from planner.search import search
+from planner.search.search import search
 from profiles.releases import newest_known, trl_release
 from tests.planner.replay import bundled, cpu_kernel_coefficients, inputs_of, named_machine, problem_of, tensor_bytes
 

@@ -16,8 +16,8 @@ from benchmarks.accuracy_page import PAGE, page
 from launcher.evidence.coefficient_store import source_for
 from launcher.evidence.tracing import trace
 from planner.architecture import Architecture
-from planner.coefficients_json import CoefficientDocument
-from planner.formula import ActivationOptions
+from planner.memory.coefficients_json import CoefficientDocument
+from planner.memory.formula import ActivationOptions
 from planner.stack import Stack
 from tests.planner.readings import READINGS, readings_of
 from tests.planner.replay import (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from planner.choice import Choice
-from planner.memory import MemoryModel
+from planner.memory.model import MemoryModel
 from tests.planner.replay import (
     TIERS,
     Tier,

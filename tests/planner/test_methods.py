@@ -12,14 +12,14 @@ from planner.advice.changes import changes_that_fit
 from planner.advice.comparison import compare
 from planner.advice.old_plan import OldPlan, held_against
 from planner.choice import Choice
-from planner.longest import longest
-from planner.methods import methods_of, problems_of, search_job
-from planner.one_choice import choose_one
+from planner.ledger.one_choice import choose_one
 from planner.plan import Plan
 from planner.planning import PlanOutcome, RefusedJob, make_plan
 from planner.problem import PlanInput, Problem, make_problem, with_job
 from planner.rules import all_refusals, job_refusals
-from planner.search import Candidate, rank, search
+from planner.search.longest import longest
+from planner.search.methods import methods_of, problems_of, search_job
+from planner.search.search import Candidate, rank, search
 from profiles.cards import find_card
 from profiles.releases import newest_known
 from tests.planner.replay import inputs_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from planner.memory import MemoryEstimate
+from planner.memory.model import MemoryEstimate
 from tests.planner.replay import choice_of, measured_problem, rows
 
 MEDIAN, NINE_IN_TEN = 0.05, 0.12

@@ -12,8 +12,8 @@ import pytest
 
 from launcher.evidence.tracing import trace
 from planner.architecture import LayerKind
-from planner.coefficients_json import RMS_NORMS, option_key, shape_hash
 from planner.config.families import FAMILIES
+from planner.memory.coefficients_json import RMS_NORMS, option_key, shape_hash
 from tests.planner.replay import quantile, rows
 from tests.planner.replay_more import Compared, architecture_of, compared, documents, options_of
 

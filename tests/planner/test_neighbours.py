@@ -12,8 +12,8 @@ from planner.advice.neighbours import LEVERS, neighbours, pins_of
 from planner.choice import Choice
 from planner.problem import Problem
 from planner.rules import first_refusal
-from planner.search import search
-from planner.space import frames
+from planner.search.search import search
+from planner.search.space import frames
 from tests.planner.replay import problem_of
 from tests.planner.test_search import STACKS, all_batches
 

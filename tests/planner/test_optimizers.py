@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.optimizers import ALIASES, OPTIMIZERS, find_optimizer
+from planner.memory.optimizers import ALIASES, OPTIMIZERS, find_optimizer
 
 
 def real(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

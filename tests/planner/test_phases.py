@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from planner.activations import ActivationsAt, LayerAt, ModeAt, activations_at
-from planner.blocks import Block, Blocks
 from planner.choice import Choice
-from planner.coefficients import Affine, Coefficients, LayerBytes, ModeBytes
-from planner.depth import OFFLOAD_BANDS, Depth, depth_of, recomputed_layers
-from planner.loss_memory import LossBytes
-from planner.phases import (
+from planner.memory.activations import ActivationsAt, LayerAt, ModeAt, activations_at
+from planner.memory.blocks import Block, Blocks
+from planner.memory.coefficients import Affine, Coefficients, LayerBytes, ModeBytes
+from planner.memory.depth import OFFLOAD_BANDS, Depth, depth_of, recomputed_layers
+from planner.memory.loss import LossBytes
+from planner.memory.phases import (
     PARTS,
     LayerWalk,
     LayerWalker,
@@ -26,8 +26,8 @@ from planner.phases import (
     resident_states,
     step_moment,
 )
-from planner.sharding_memory import NOTHING_BESIDE, Beside, ShardingBytes
-from planner.states import role_table
+from planner.memory.sharding import NOTHING_BESIDE, Beside, ShardingBytes
+from planner.memory.states import role_table
 
 RECOMPUTES = ("none", "full", "selective", "every_2", "every_3", "every_4")
 CHOICE = Choice(method="full", loss_path="fused", recompute="full")

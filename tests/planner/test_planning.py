@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from planner.adapters import TargetError
 from planner.choice import Choice
+from planner.ledger.one_choice import choose_one
 from planner.machine import Host, Machine
-from planner.one_choice import choose_one
+from planner.memory.adapters import TargetError
 from planner.pins import PinError
 from planner.plan import Plan
 from planner.planning import PlanOutcome, RefusedJob, make_plan

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.rates import (
+from planner.time.rates import (
     CEILING_ERROR,
     DATA_SHEET_ERROR,
     FITTED_CARDS,

@@ -10,10 +10,10 @@ import pytest
 
 from planner.advice.reasons import largest_part, peak_sentence, shortage, why
 from planner.choice import Choice
-from planner.host_memory import HostMemory
 from planner.machine import Host
-from planner.memory import MemoryEstimate
-from planner.phases import Phase
+from planner.memory.host import HostMemory
+from planner.memory.model import MemoryEstimate
+from planner.memory.phases import Phase
 from planner.problem import Problem, make_problem
 from tests.planner.replay import named_machine, problem_of
 

@@ -9,7 +9,7 @@ import pytest
 from launcher.text.routes import routes_text
 from planner.plan import Plan
 from planner.planning import make_plan
-from planner.search import SAME_SPEED
+from planner.search.search import SAME_SPEED
 from profiles.releases import newest_known
 from tests.planner.replay import inputs_of
 

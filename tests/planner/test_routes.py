@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from benchmarks.routes import MARKS, PAGE, read_rows, tables
-from planner.activations import ActivationsAt, LayerAt, ModeAt
 from planner.choice import Choice
+from planner.memory.activations import ActivationsAt, LayerAt, ModeAt
+from planner.precision.route_memory import copied_bytes, kept_bytes, with_route
+from planner.precision.route_time import covered_linears, route_work
+from planner.precision.routes import asked_route, lack_of, low_routes
 from planner.problem import Problem
-from planner.route_memory import copied_bytes, kept_bytes, with_route
-from planner.route_time import covered_linears, route_work
-from planner.routes import asked_route, lack_of, low_routes
 from planner.rules import RULES, first_refusal
 from profiles.cards import find_card
 from profiles.routes import find_route, load_routes

@@ -9,8 +9,8 @@ import pytest
 
 from planner.job import Job
 from planner.planning import make_plan
-from planner.run_cost import run_cost, run_length
-from planner.step_time import TIME_PARTS, TimeEstimate
+from planner.time.run_cost import run_cost, run_length
+from planner.time.step import TIME_PARTS, TimeEstimate
 from tests.planner.replay import inputs_of
 
 TIME = TimeEstimate(2.0, 1.6, 2.4, 1000.0, 125.0, 0.4, (2.0, *[0.0] * (len(TIME_PARTS) - 1)))

@@ -13,8 +13,8 @@ from planner.choice import Choice
 from planner.machine import Card, Host, Machine
 from planner.problem import Problem, make_problem
 from planner.rules import all_refusals, first_refusal
-from planner.search import NEAR_MISSES, Candidate, SearchResult, any_fits, distinct, rank, search
-from planner.space import frames
+from planner.search.search import NEAR_MISSES, Candidate, SearchResult, any_fits, distinct, rank, search
+from planner.search.space import frames
 from profiles.cards import CardProfile, find_card
 from tests.planner.replay import inputs_of, named_machine
 

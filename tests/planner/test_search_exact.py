@@ -19,8 +19,8 @@ from planner.choice import OFFLOAD_TARGETS, RECOMPUTES, SHARDINGS, Choice, LossP
 from planner.machine import Host
 from planner.problem import Problem
 from planner.rules import first_refusal
-from planner.search import SAME_SPEED, Candidate, rank, search
-from planner.space import numerics_options
+from planner.search.search import SAME_SPEED, Candidate, rank, search
+from planner.search.space import numerics_options
 from profiles.cards import find_card
 from profiles.releases import newest_known, trl_release
 from tests.planner.replay import named_machine, problem_of

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from planner.blocks import parameter_blocks
 from planner.choice import Choice
-from planner.sharding_memory import ShardingBytes, sharding_bytes
-from planner.states import trainable_roles
+from planner.memory.blocks import parameter_blocks
+from planner.memory.sharding import ShardingBytes, sharding_bytes
+from planner.memory.states import trainable_roles
 from tests.planner.replay import bundled
 
 CHOICE = Choice(method="full", loss_path="fused", recompute="full", sharding="fsdp", dp_shard=8)

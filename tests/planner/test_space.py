@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from planner.choice import Choice
 from planner.hardware import Hardware
-from planner.space import (
+from planner.search.space import (
     MAX_MICRO_BATCH,
     SpaceOptions,
     _data_splits,  # pyright: ignore[reportPrivateUsage]

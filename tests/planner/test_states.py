@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from planner.choice import Choice
-from planner.states import (
+from planner.memory.states import (
     QUANTISED_BYTES,
     Roles,
     adapter_bytes,

@@ -9,10 +9,10 @@ import pytest
 
 from planner.choice import Choice, LossPath
 from planner.hardware import Hardware
-from planner.links import HOST_ADAM_BYTES_PER_S
-from planner.memory import MemoryJob
-from planner.rates import ELEMENTWISE, FP32_MATMUL, MATMUL, STREAMING
-from planner.step_time import LAUNCH_S, TIME_PARTS, TimeEstimate, TimeModel
+from planner.memory.model import MemoryJob
+from planner.time.links import HOST_ADAM_BYTES_PER_S
+from planner.time.rates import ELEMENTWISE, FP32_MATMUL, MATMUL, STREAMING
+from planner.time.step import LAUNCH_S, TIME_PARTS, TimeEstimate, TimeModel
 from tests.planner.published_times import CHUNK_MS, FP32_KERNELS, LONG, PROFILED, UPGRADES, Run, Upgrade
 from tests.planner.replay import bundled, problem_of
 

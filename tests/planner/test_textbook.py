@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.textbook import TextbookInput, fewest_devices, textbook
+from planner.ledger.textbook import TextbookInput, fewest_devices, textbook
 from planner.units import GIB
 
 OPENING = TextbookInput()

@@ -9,10 +9,10 @@ import pytest
 
 from launcher.text.plan import ledger_text
 from planner.choice import SHARDINGS, Choice
-from planner.ledger import ledger
-from planner.one_choice import choose_one
-from planner.textbook import TextbookInput, textbook
-from planner.textbook_gap import stage_of, textbook_gap
+from planner.ledger.ledger import ledger
+from planner.ledger.one_choice import choose_one
+from planner.ledger.textbook import TextbookInput, textbook
+from planner.ledger.textbook_gap import stage_of, textbook_gap
 from tests.planner.replay import inputs_of
 from tests.planner.test_memory import model
 
@@ -108,7 +108,7 @@ def test_what_is_offloaded_is_elsewhere() -> None:
     moved = replace(SHARDED, sharding="zero2", offload=frozenset({"optimizer"}))
     found = differs(moved)
     assert [found[role][1] for role in ("gradients", "master", "moment1", "moment2")] == [0, 0, 0, 0]
-    assert why(moved, "master") == ("on the host", "planner/host_memory.py")
+    assert why(moved, "master") == ("on the host", "planner/memory/host.py")
 
 
 def test_every_difference_of_every_sharding_has_a_reason_and_a_source() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from planner.choice import Choice
-from planner.coefficients import Affine, LayerWork, OperatorWork
-from planner.memory import MemoryJob, MemoryModel
+from planner.memory.coefficients import Affine, LayerWork, OperatorWork
+from planner.memory.model import MemoryJob, MemoryModel
 from planner.problem import layer_work_of, make_problem
-from planner.traced_work import token_work
-from planner.work import Work
+from planner.time.traced_work import token_work
+from planner.time.work import Work
 from profiles.models import list_models
 from tests.planner.replay import H100_WITHOUT_RATES, bundled, bundled_coefficients, inputs_of
 

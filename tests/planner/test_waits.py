@@ -10,8 +10,8 @@ import pytest
 from planner.choice import Choice
 from planner.hardware import Hardware
 from planner.problem import Problem
-from planner.step_time import TimeModel
-from planner.waits import RESOURCES, waits
+from planner.time.step import TimeModel
+from planner.time.waits import RESOURCES, waits
 from tests.planner.replay import problem_of
 
 JOB: dict[str, Any] = {"model": "Qwen/Qwen3-8B", "machine": "8xH100-80GB", "seq_len": 4096, "global_batch": 8}

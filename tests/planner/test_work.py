@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from planner.choice import Choice
-from planner.traced_work import token_work
-from planner.work import Work, recomputed_share
+from planner.time.traced_work import token_work
+from planner.time.work import Work, recomputed_share
 from tests.planner.replay import bundled, probed_documents, rows
 
 COUNTS = rows("counts")

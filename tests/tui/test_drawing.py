@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.phases import PARTS as PHASE_PARTS
+from planner.memory.phases import PARTS as PHASE_PARTS
 from tui.columns import fit
 from tui.memory_bars import PARTS, cells_of, legend, memory_bars, phase_bar
 from tui.run_view import chart

@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.widgets import DataTable
 
-from planner.edited_ledger import ROLES, Cell, LedgerCells
+from planner.ledger.edited import ROLES, Cell, LedgerCells
 from planner.units import GIB, format_count, format_gib
 from tui import choices
 from tui.asked import pin_remark

@@ -1,7 +1,7 @@
 """Time: rooflines over counted work, with few physical constants, each with its source.
 
-Matmuls and attention at a share of the card's rate, everything else at a share of its bandwidth (``planner.rates``),
-the loss by its release's code, the optimizer by bandwidth, communication over the link less what compute hides, offload
+Matmuls and attention at a share of the card's rate, all else at a share of its bandwidth (``planner.time.rates``), the
+loss by its release's code, the optimizer by bandwidth, communication over the link less what compute hides, offload
 over the host link (both copies on the compute stream in transformers 5.17 and later, so it adds).
 """
 
@@ -11,19 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from planner.blocks import Blocks
 from planner.choice import FSDP2, ZERO, Choice, Method
-from planner.coefficients import LayerWork
 from planner.hardware import Hardware
-from planner.links import gathers_s, host_optimizer_s, offload_s, reduction_s, root_gather_s, sequence_s
-from planner.loss_time import loss_s
-from planner.memory import MemoryJob
-from planner.optimizers import find_optimizer
-from planner.phases import held_bytes
-from planner.rates import CPU_FACTOR, MEASURED_CPU_FACTOR, Rates, fp32_rates_of, rates_of
-from planner.states import residual_bytes, role_table, trainable_roles
-from planner.traced_work import WorkEvidence, forward_token_work, token_work
-from planner.work import Work, mixed_work, recomputed_share
+from planner.memory.blocks import Blocks
+from planner.memory.coefficients import LayerWork
+from planner.memory.model import MemoryJob
+from planner.memory.optimizers import find_optimizer
+from planner.memory.phases import held_bytes
+from planner.memory.states import residual_bytes, role_table, trainable_roles
+from planner.time.links import gathers_s, host_optimizer_s, offload_s, reduction_s, root_gather_s, sequence_s
+from planner.time.loss import loss_s
+from planner.time.rates import CPU_FACTOR, MEASURED_CPU_FACTOR, Rates, fp32_rates_of, rates_of
+from planner.time.traced_work import WorkEvidence, forward_token_work, token_work
+from planner.time.work import Work, mixed_work, recomputed_share
 
 if TYPE_CHECKING:
     from planner.measured_time import Probe
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 RING_BYTES = 144.0
 """Bytes that the ring of context parallelism moves on the card outside its products per element of a query, token of
 the rank and step: partial results are merged in fp32, forward, recompute and backward. Fitted together with the shares
-of ``planner.rates``."""
+of ``planner.time.rates``."""
 LAUNCH_S = 6e-6
 """Host time per kernel launch of eager torch: about 6 microseconds. Not measured here."""
 LAUNCH_FACTOR = 2.0
@@ -335,7 +335,7 @@ class TimeModel:
 
     def _with_route(self, found: _LayerSeconds, route: Route, choice: Choice) -> _LayerSeconds:
         """The layers with the products that ``route`` covers at its rate, and its quantising beside them."""
-        from planner.route_time import route_seconds, route_work  # plans in bf16 do without
+        from planner.precision.route_time import route_seconds, route_work  # plans in bf16 do without
 
         rates, own = self.rates, self.rates_for(choice)
         assert rates is not None and own is not None

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from planner.architecture import Architecture
-from planner.coefficients import (
+from planner.memory.coefficients import (
     Affine,
     Bytes,
     Coefficients,
@@ -24,7 +24,7 @@ from planner.coefficients import (
     OperatorWork,
     Windowed,
 )
-from planner.formula import ActivationOptions, formula_coefficients
+from planner.memory.formula import ActivationOptions, formula_coefficients
 
 SCHEMA = "trlfit.coefficients/1"
 MODES = ("none", "full", "selective")

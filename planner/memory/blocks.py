@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from planner.adapters import adapter_parameters, lora_modules, outer_lora_modules
 from planner.architecture import Architecture, LayerKind
 from planner.choice import Method
+from planner.memory.adapters import adapter_parameters, lora_modules, outer_lora_modules
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Fitted to counts of the real classes (a dispatch mode over transformers 5.24 on the meta device): for 14 counts of seven
 models from 0.27 to 32 B parameters FLOPs agree to the digit, bytes and launches within 2 %. A trace of the model gives
-the same values with better evidence (``planner.traced_work``).
+the same values with better evidence (``planner.time.traced_work``).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from planner.architecture import Architecture, LayerKind, Linear
 from planner.choice import Choice, Recompute
-from planner.formula import FP32_NORM_FAMILIES
-from planner.linear_attention import LinearWork
-from planner.states import adapter_bytes
+from planner.memory.formula import FP32_NORM_FAMILIES
+from planner.memory.states import adapter_bytes
+from planner.time.linear_attention import LinearWork
 
 BYTES_PER_HIDDEN = 386.0
 BYTES_PER_INTERMEDIATE = 36.0

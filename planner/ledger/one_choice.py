@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.contradictions import check_inputs
-from planner.longest import settled
 from planner.pins import PinError
 from planner.problem import PlanInput, Problem, make_problem, with_job
 from planner.rules import Refusal, all_refusals, job_refusals
-from planner.search import Candidate, rank, search
-from planner.space import frames
+from planner.search.longest import settled
+from planner.search.search import Candidate, rank, search
+from planner.search.space import frames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ def choose_one(inputs: PlanInput) -> OneChoice:
 
     Raises:
         planner.pins.PinError: a pin names no knob or no value of it, or sizes that make no run.
-        planner.adapters.TargetError: LoRA targets that the model does not have.
+        planner.memory.adapters.TargetError: LoRA targets that the model does not have.
     """
     check_inputs(inputs)
     own_method = [group for group in inputs.job.allow if group != "method"]

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.architecture import Architecture
-from planner.blocks import Block, Blocks
 from planner.choice import FSDP2, ZERO, Choice
-from planner.states import DTYPE_BYTES, Roles, compute_bytes
+from planner.memory.blocks import Block, Blocks
+from planner.memory.states import DTYPE_BYTES, Roles, compute_bytes
 
 ZERO_BUCKET_ELEMENTS = 500_000_000
 """reduce_bucket_size and allgather_bucket_size where no DeepSpeed JSON sets them (deepspeed/runtime/zero/config.py)."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from planner.coefficients import Coefficients, ModeBytes
+from planner.memory.coefficients import Coefficients, ModeBytes
 
 
 class ModeAt(NamedTuple):

@@ -9,12 +9,12 @@ from math import inf, log
 from typing import NamedTuple
 
 from planner.choice import ZERO, Alters, Choice
-from planner.frame import Verdict
 from planner.hardware import Hardware
-from planner.memory import MemoryEstimate, MemoryModel
+from planner.memory.frame import Verdict
+from planner.memory.model import MemoryEstimate, MemoryModel
 from planner.rules import Refusal, RuleContext, first_refusal
-from planner.space import SpaceOptions, frames, micro_batches
-from planner.step_time import TimeEstimate, TimeModel
+from planner.search.space import SpaceOptions, frames, micro_batches
+from planner.time.step import TimeEstimate, TimeModel
 
 GROUPS: tuple[Alters, ...] = ("nothing", "numerics", "method")
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.advice.reasons import shortage
-from planner.levers import free_levers
-from planner.methods import problems_of, search_job
 from planner.problem import PlanInput, with_job
-from planner.search import Candidate, any_fits
+from planner.search.levers import free_levers
+from planner.search.methods import problems_of, search_job
+from planner.search.search import Candidate, any_fits
 
 STEP_TOKENS = 1024
 """Lengths are multiples of this, which also pads what context parallelism splits over up to 512 cards."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from planner.architecture import LayerKind
-from planner.states import QUANTISED_BYTES
+from planner.memory.states import QUANTISED_BYTES
 
 EAGER_NORM = (36.0, 96.0)
 EAGER_ROPE = (20.8, 28.8)

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
 
-from planner.activations import ActivationsAt, LayerAt, mode_of, outside_layers
-from planner.blocks import Block, Blocks
 from planner.choice import FSDP2, ZERO, Choice
-from planner.depth import Depth
-from planner.loss_memory import LossBytes
-from planner.optimizers import find_optimizer
-from planner.sharding_memory import NOTHING_BESIDE, ZERO_BUCKET_ELEMENTS, ShardingBytes
-from planner.states import RoleTable, uses_autocast
+from planner.memory.activations import ActivationsAt, LayerAt, mode_of, outside_layers
+from planner.memory.blocks import Block, Blocks
+from planner.memory.depth import Depth
+from planner.memory.loss import LossBytes
+from planner.memory.optimizers import find_optimizer
+from planner.memory.sharding import NOTHING_BESIDE, ZERO_BUCKET_ELEMENTS, ShardingBytes
+from planner.memory.states import RoleTable, uses_autocast
 
 PARTS = (
     "weights",

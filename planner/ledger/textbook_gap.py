@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from planner.choice import FSDP2, ZERO, Choice
-from planner.depth import OFFLOAD_BANDS, recomputed_layers
-from planner.memory import MemoryEstimate, MemoryModel, rank_tokens
-from planner.textbook import FIRST_STAGE, SAVED_TENSORS
+from planner.ledger.textbook import FIRST_STAGE, SAVED_TENSORS
+from planner.memory.depth import OFFLOAD_BANDS, recomputed_layers
+from planner.memory.model import MemoryEstimate, MemoryModel, rank_tokens
 
 STAGES = {"none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp_no_reshard": 2}
 """Sharding -> the ZeRO stage that it is called in textbooks; all others divide everything, stage 3."""
@@ -138,7 +138,7 @@ def _reason(part: str, model: MemoryModel, choice: Choice, memory: MemoryEstimat
 
 def _reason_of_role(role: str, model: MemoryModel, choice: Choice) -> Reason:
     if _on_host(role, choice):
-        return Reason("on the host", "planner/host_memory.py")
+        return Reason("on the host", "planner/memory/host.py")
     sharded_fp32 = (choice.sharding in FSDP2 or choice.sharding == "fsdp1") and choice.mixed_precision != "no"
     if role == "weights":
         if model.job.reference_model:
@@ -161,5 +161,5 @@ def _reason_of_role(role: str, model: MemoryModel, choice: Choice) -> Reason:
             return Reason("none: adapters of a quantised base are bf16", "trl/trainer/sft_trainer.py")
         return Reason("none: pure bf16 trains its weights in place, 8 bytes in all", "torch.optim")
     if choice.optimizer != "adamw_torch_fused":
-        return Reason(f"the states of {choice.optimizer}", "planner/optimizers.py")
+        return Reason(f"the states of {choice.optimizer}", "planner/memory/optimizers.py")
     return Reason("moments have the dtype of their weight", "torch.optim.AdamW, zeros_like")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from planner.choice import FSDP2, ZERO, Choice
 from planner.hardware import Hardware
-from planner.optimizers import find_optimizer
-from planner.phases import HeldBytes
-from planner.states import residual_bytes, trainable_roles
+from planner.memory.optimizers import find_optimizer
+from planner.memory.phases import HeldBytes
+from planner.memory.states import residual_bytes, trainable_roles
 
 LINK_SHARE = 0.80
 """Share of a link's rate that NCCL's rings reach with large messages: 235 of 300 GB/s on eight A100s, 365 of 450 on

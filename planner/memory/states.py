@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.choice import FSDP2, ZERO, Choice
-from planner.optimizers import find_optimizer
+from planner.memory.optimizers import find_optimizer
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 

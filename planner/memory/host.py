@@ -38,11 +38,11 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from planner.architecture import Architecture
-from planner.blocks import Blocks
 from planner.choice import FSDP2, ZERO, Choice
-from planner.phases import HeldBytes
-from planner.sharding_memory import ZERO3_SUB_GROUP_ELEMENTS
-from planner.states import DTYPE_BYTES
+from planner.memory.blocks import Blocks
+from planner.memory.phases import HeldBytes
+from planner.memory.sharding import ZERO3_SUB_GROUP_ELEMENTS
+from planner.memory.states import DTYPE_BYTES
 
 PROCESS_BYTES = 400 * 2**20
 """Anonymous memory of one Python with torch, transformers and TRL before it loads a model: 314 MiB on a CPU, 2026."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from planner.choice import Choice
 from planner.hardware import Hardware
-from planner.step_time import TimeEstimate, TimeModel
+from planner.time.step import TimeEstimate, TimeModel
 
 RESOURCES = ("compute", "memory", "link", "host_link", "launches", "host")
 """The card's arithmetic; its memory's bandwidth; the link between cards; the one to the host; starting kernels that no

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from planner.activations import ActivationsAt, LayerAt, ModeAt
 from planner.architecture import Architecture, LayerKind
-from planner.route_time import covered_linears
+from planner.memory.activations import ActivationsAt, LayerAt, ModeAt
+from planner.precision.route_time import covered_linears
 
 if TYPE_CHECKING:
     from profiles.routes import Route

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from planner.adapters import lora_modules
 from planner.architecture import Architecture, LayerKind
 from planner.choice import Choice
-from planner.coefficients import LayerWork, OperatorWork
-from planner.fused_kernels import liger_saves, unpacked_bytes
-from planner.linear_attention import LinearWork, kernel_work, operator_work
-from planner.states import uses_autocast
-from planner.work import Work, closed_work, forward_work, mixed_work, recomputed_share
+from planner.memory.adapters import lora_modules
+from planner.memory.coefficients import LayerWork, OperatorWork
+from planner.memory.states import uses_autocast
+from planner.time.fused_kernels import liger_saves, unpacked_bytes
+from planner.time.linear_attention import LinearWork, kernel_work, operator_work
+from planner.time.work import Work, closed_work, forward_work, mixed_work, recomputed_share
 
 WorkEvidence = Literal["formula", "traced"]
 

@@ -12,8 +12,8 @@ from planner.rules.overrides import read_overrides
 
 if TYPE_CHECKING:
     from planner.problem import Problem
-    from planner.search import Candidate
-    from planner.step_time import TimeEstimate
+    from planner.search.search import Candidate
+    from planner.time.step import TimeEstimate
 
 DEFAULT_EPOCHS = 3.0
 """transformers' ``num_train_epochs`` (training_args.py), which TRL's configs keep."""

@@ -11,7 +11,7 @@ from planner.contradictions import contradiction
 from planner.job import Job
 from planner.problem import PlanInput, Problem, make_problem, with_job
 from planner.rules import job_refusals
-from planner.search import NEAR_MISSES, Candidate, SearchResult, closeness, rank, search, shortage_by_group
+from planner.search.search import NEAR_MISSES, Candidate, SearchResult, closeness, rank, search, shortage_by_group
 
 LIGHTER: dict[Method, tuple[Method, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
 
@@ -75,7 +75,7 @@ def search_job(inputs: PlanInput, goal: str, *, by_group: bool = True) -> JobSea
     Args:
         inputs: the job and its machine.
         goal: what comes first of what fits.
-        by_group: as of ``planner.search.search``.
+        by_group: as of ``planner.search.search.search``.
 
     Raises:
         planner.pins.PinError: a pin names no knob or no value of it.

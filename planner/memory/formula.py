@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from planner.adapters import adapts_experts, lora_modules
 from planner.architecture import Architecture, LayerKind
-from planner.coefficients import Affine, Coefficients, LayerBytes, ModeBytes
+from planner.memory.adapters import adapts_experts, lora_modules
+from planner.memory.coefficients import Affine, Coefficients, LayerBytes, ModeBytes
 
 CHECKED_FAMILIES = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"})
 CHECKED_ERROR = 0.06

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from planner.choice import Choice
-from planner.loss_memory import CHUNK_TOKENS
-from planner.rates import Rates
-from planner.states import uses_autocast
+from planner.memory.loss import CHUNK_TOKENS
+from planner.memory.states import uses_autocast
+from planner.time.rates import Rates
 
 HEAD_BYTES_PER_LOGIT = 110.0
 """Bytes moved per logit outside the matmuls of a chunk, counted on the meta device."""

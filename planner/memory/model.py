@@ -6,20 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from planner.activations import ActivationsAt, activations_at
 from planner.architecture import Architecture
-from planner.blocks import Blocks, parameter_blocks
 from planner.choice import FSDP2, ZERO, Choice, Method
-from planner.coefficients import Coefficients
-from planner.device_memory import DeviceModel, device_model
-from planner.formula import ActivationOptions
-from planner.frame import MemoryFrame, Shared, Verdict
 from planner.hardware import Hardware
-from planner.host_memory import HostMemory, largest_parameter_bytes
-from planner.loss_memory import NO_METRICS, LossBytes, loss_bytes
-from planner.phases import HeldBytes, Phase, States, held_bytes, resident_states
-from planner.sharding_memory import ShardingBytes, reads_resting_head, sharding_bytes
-from planner.states import (
+from planner.memory.activations import ActivationsAt, activations_at
+from planner.memory.blocks import Blocks, parameter_blocks
+from planner.memory.coefficients import Coefficients
+from planner.memory.device import DeviceModel, device_model
+from planner.memory.formula import ActivationOptions
+from planner.memory.frame import MemoryFrame, Shared, Verdict
+from planner.memory.host import HostMemory, largest_parameter_bytes
+from planner.memory.loss import NO_METRICS, LossBytes, loss_bytes
+from planner.memory.phases import HeldBytes, Phase, States, held_bytes, resident_states
+from planner.memory.sharding import ShardingBytes, reads_resting_head, sharding_bytes
+from planner.memory.states import (
     DTYPE_BYTES,
     RoleTable,
     adapter_bytes,
@@ -213,7 +213,7 @@ class MemoryModel:
         coefficients = self.source(job.architecture, self.activation_options(choice))
         at = activations_at(coefficients, tokens, job.seq_len)
         if job.route is not None:
-            from planner.route_memory import with_route  # plans in bf16 do without
+            from planner.precision.route_memory import with_route  # plans in bf16 do without
 
             at = with_route(at, job.architecture, job.route, tokens, emulated=job.emulated)
         return coefficients, at

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from planner.activations import ActivationsAt
 from planner.choice import FSDP2, Choice, OffloadTarget
-from planner.coefficients import Coefficients
-from planner.depth import depth_of
-from planner.host_memory import (
+from planner.memory.activations import ActivationsAt
+from planner.memory.coefficients import Coefficients
+from planner.memory.depth import depth_of
+from planner.memory.host import (
     PROCESS_BYTES,
     HostMemory,
     HostPart,
@@ -22,13 +22,23 @@ from planner.host_memory import (
     activations_part,
     host_parts,
 )
-from planner.loss_memory import LossBytes
-from planner.phases import HeldBytes, LayerWalk, LayerWalker, Moment, Phase, States, loss_moment, phases, step_moment
-from planner.sharding_memory import ShardingBytes
+from planner.memory.loss import LossBytes
+from planner.memory.phases import (
+    HeldBytes,
+    LayerWalk,
+    LayerWalker,
+    Moment,
+    Phase,
+    States,
+    loss_moment,
+    phases,
+    step_moment,
+)
+from planner.memory.sharding import ShardingBytes
 
 if TYPE_CHECKING:
     from planner.measured_memory import Correction
-    from planner.memory import MemoryModel
+    from planner.memory.model import MemoryModel
 
 _ACTIVATIONS: frozenset[OffloadTarget] = frozenset({"activations"})
 

@@ -1,7 +1,7 @@
 """Coefficients: bytes per layer kind as affine functions of tokens. The seam between evidence and simulation.
 
-Closed forms (``planner.formula``) make them today without torch; a trace of the real classes or a measured probe makes
-the same values with better evidence. The simulation (``planner.memory``) does not know which.
+Closed forms (``planner.memory.formula``) make them without torch; a trace of the real classes or a measured probe makes
+the same values with better evidence. The simulation (``planner.memory.model``) does not know which.
 """
 
 from __future__ import annotations

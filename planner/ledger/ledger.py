@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.activations import mode_of, outside_layers
-from planner.adapters import lora_parameters
 from planner.architecture import Architecture
-from planner.blocks import Block
 from planner.choice import ZERO, Choice, Method
-from planner.depth import OFFLOAD_BANDS, depth_of
-from planner.device_memory import NCCL_BYTES
-from planner.memory import MemoryModel, rank_tokens
-from planner.phases import held_bytes
+from planner.ledger.textbook_gap import textbook_gap
+from planner.memory.activations import mode_of, outside_layers
+from planner.memory.adapters import lora_parameters
+from planner.memory.blocks import Block
+from planner.memory.depth import OFFLOAD_BANDS, depth_of
+from planner.memory.device import NCCL_BYTES
+from planner.memory.model import MemoryModel, rank_tokens
+from planner.memory.phases import held_bytes
+from planner.memory.states import RoleTable
 from planner.plan_json import memory_json, time_json
 from planner.problem import Problem
-from planner.run_cost import cost_of
-from planner.search import Candidate
-from planner.states import RoleTable
-from planner.textbook_gap import textbook_gap
+from planner.search.search import Candidate
+from planner.time.run_cost import cost_of
 from planner.units import format_bytes
 
 LEDGER_SCHEMA = "trlfit.ledger/1"
@@ -72,7 +72,7 @@ HOSTED = {
 
 
 def _hosted(role: str, choice: Choice) -> bool:
-    # DeepSpeed keeps gradients where the optimizer is (planner/phases.py).
+    # DeepSpeed keeps gradients where the optimizer is (planner/memory/phases.py).
     target = "optimizer" if role == "gradients" and choice.sharding in ZERO else HOSTED[role]
     return target in choice.offload
 
@@ -176,19 +176,19 @@ class _Texts:
             return state_source(self.choice)
         probed = "; corrected by a probe (docs/probe.md)" if self.model.correction(self.choice) else ""
         if part == "recompute" and phase == "step":
-            return "torch.optim, deepspeed: step (planner/optimizers.py, planner/sharding_memory.py)"
+            return "torch.optim, deepspeed: step (planner/memory/optimizers.py, planner/memory/sharding.py)"
         if part in ("saved_activations", "recompute"):
             return self.coefficients.source + probed
         if part == "context" and self.model.hardware.context_bytes is not None:
             return "measured on this card (docs/probe.md)"
         return {
-            "loss": f"the loss code of this TRL release (planner/loss_memory.py){probed}",
-            "gather": "torch fully_shard and deepspeed defaults (planner/sharding_memory.py)",
-            "buckets": "torch DDP, fully_shard and deepspeed defaults (planner/sharding_memory.py)",
+            "loss": f"the loss code of this TRL release (planner/memory/loss.py){probed}",
+            "gather": "torch fully_shard and deepspeed defaults (planner/memory/sharding.py)",
+            "buckets": "torch DDP, fully_shard and deepspeed defaults (planner/memory/sharding.py)",
             "casts": "torch.autocast weight cache",
             "offload_buffers": "deepspeed/runtime/zero/stage_1_and_2.py: temp_grad_buffer_for_gpu_offload",
-            "context": "constant, not measured on this card (planner/device_memory.py)",
-            "slack": "constant share, not measured on this card (planner/device_memory.py)",
+            "context": "constant, not measured on this card (planner/memory/device.py)",
+            "slack": "constant share, not measured on this card (planner/memory/device.py)",
         }[part]
 
 
@@ -242,7 +242,7 @@ def ledger(problem: Problem, candidate: Candidate) -> dict[str, Any]:
                 "bytes": part.bytes,
                 "pinned": part.pinned,
                 "formula": part.formula,
-                "source": "planner/host_memory.py",
+                "source": "planner/memory/host.py",
             }
             for part in memory.host.parts
         ],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from planner.architecture import Architecture, LayerKind, Linear
 from planner.hardware import Hardware
-from planner.rates import MATMUL, Rates
+from planner.time.rates import MATMUL, Rates
 
 if TYPE_CHECKING:
     from profiles.routes import Route
@@ -70,7 +70,7 @@ def route_work(architecture: Architecture, route: Route, again: float) -> RouteW
     flops = flops_again = values = values_again = every_weight = 0.0
     for layers, kind, linears in covered_kinds(architecture, route):
         weights = sum([m.num_weights for m in linears])
-        # A recompute stops before the layer's last product unless a norm follows it (planner.work).
+        # A recompute stops before the layer's last product unless a norm follows it (planner.time.work).
         last = linears[-1] if linears and linears[-1].role == "mlp" and kind.num_norms <= 2 else None
         needed = [m for m in linears if m is not last]
         # Each layer quantises its own input, also where three read the same one.
