@@ -212,10 +212,10 @@ class TrlfitApp(RunsApp):
         self._replaces = None
 
         def write(text: str) -> str | None:
+            from launcher.files import replace_file
             from launcher.output import json_lines
-            from launcher.running.run_record import replace_text
 
-            return self._write_file(text, lambda file: replace_text(file.resolve(), json_lines(outcome.document)), None)
+            return self._write_file(text, lambda file: replace_file(file.resolve(), json_lines(outcome.document)), None)
 
         self.screen.edit_line.ask("export the plan as", "plan.json", write)
 

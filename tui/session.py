@@ -178,7 +178,7 @@ class Session:
             UsageError: an edit is wrong, or the path is no place for a file.
             OSError: the file cannot be written.
         """
-        from launcher.running.run_record import replace_text
+        from launcher.files import replace_file
 
         if path.exists() and not path.is_file():  # renaming over a device would take it away
             raise UsageError(f"{shown(path)} is a {'folder' if path.is_dir() else 'device'}; name a file")
@@ -186,7 +186,7 @@ class Session:
         text = yaml.safe_dump(
             job.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True, width=100
         )
-        replace_text(path.resolve(), text)  # a link stays one
+        replace_file(path.resolve(), text)  # a link stays one
         self.file, self.edits = path, {}
         self._before.clear()  # they were edits over another file
 

@@ -29,7 +29,7 @@ from launcher.running.run_record import (
     marker_of,
     read_json,
     utc_now,
-    write_beside,
+    write_json,
 )
 from launcher.running.watchdog import free_bytes
 
@@ -128,7 +128,7 @@ def keep_outcome(folder: Path, record: RunRecord, outcome: Outcome) -> list[str]
     try:
         for name in (RESERVE, NOTES):
             (folder / name).unlink(missing_ok=True)  # the reserve's blocks are for what follows
-        write_beside(folder / OUTCOME, outcome.to_json())
+        write_json(folder / OUTCOME, outcome.to_json())
     except OSError as problem:
         problems.append(f"cannot write {OUTCOME} in {folder}: {problem.strerror}")
     try:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launcher.diagnostics import report_note
 from launcher.errors import EnvironmentLacks, ProbeFailed
-from launcher.evidence.kept_files import folder_to_keep_in, write_kept
+from launcher.files import folder_to_keep_in, replace_file
 from launcher.paths import cache_dir
 from planner.architecture import Architecture
 from planner.memory.coefficients import Coefficients
@@ -140,7 +140,7 @@ def keep(document: CoefficientDocument) -> None:
     for key, entry in document.sets.items():
         single = replace(document, sets={key: entry})
         text = json.dumps(single.to_json(), separators=(",", ":"))
-        write_kept(folder / f"{_cache_key(document.shape, key, document.versions)}.json", text)
+        replace_file(folder / f"{_cache_key(document.shape, key, document.versions)}.json", text)
 
 
 def _public(versions: Mapping[str, str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from launcher.diagnostics import report_note
 from launcher.errors import EnvironmentLacks, UsageError
-from launcher.evidence.kept_files import folder_to_keep_in, write_kept
+from launcher.files import folder_to_keep_in, replace_file
 from launcher.paths import cache_dir
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def keep_measurement(document: Document) -> Path:
         OSError: the cache cannot be written.
     """
     path = folder_to_keep_in(measurements_folder()) / _file_name(document)
-    write_kept(path, json.dumps(document, separators=(",", ":")))
+    replace_file(path, json.dumps(document, separators=(",", ":")))
     return path
 
 
@@ -236,24 +236,18 @@ def export_measurements(path: Path) -> list[dict[str, Any]]:
         UsageError: the path names no file.
         EnvironmentLacks: the file cannot be written.
     """
+    if not path.name:
+        raise UsageError(f"--export {path}: name a file")
     kept = [document for _, document in read_measurements()]
+    text = json.dumps({"schema": EXPORT_SCHEMA, "measurements": kept}, indent=1) + "\n"
     try:
-        beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    except ValueError:
-        raise UsageError(f"--export {path}: name a file") from None
-    if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
-        beside = path  # nothing takes the place of a device, or of a link to one
-    try:
-        beside.write_text(json.dumps({"schema": EXPORT_SCHEMA, "measurements": kept}, indent=1) + "\n", "utf-8")
-        if beside != path:
-            beside.replace(path)
-    except BaseException as error:
-        if beside != path:
-            with suppress(OSError):
-                beside.unlink()
-        if isinstance(error, OSError):
-            raise EnvironmentLacks(f"--export {path}: {error.strerror}") from None
-        raise
+        # Nothing takes the place of a device, or of a link to one.
+        if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
+            path.write_text(text, "utf-8")
+        else:
+            replace_file(path, text)
+    except OSError as error:
+        raise EnvironmentLacks(f"--export {path}: {error.strerror}") from None
     return kept
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.ending.run_metrics import as_number
+from launcher.files import replace_file, take_permissions, write_run_file
 from launcher.running.processes import Boot, Host, alive
 
 COMMAND = "command.sh"
@@ -149,31 +150,13 @@ def read_record(folder: Path) -> RunRecord | None:
     return RunRecord.from_json(data) if data else None
 
 
-def write_beside(path: Path, data: Mapping[str, Any]) -> None:
-    """Write JSON next to ``path`` and rename, so that no reader ever sees half a file.
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON object so that no reader ever sees half a file; ``read_json`` reads it.
 
     Raises:
         OSError: the folder is read-only or the disk is full; nothing is left behind.
     """
-    replace_text(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write text next to ``path`` and rename.
-
-    Raises:
-        OSError: the folder is read-only or the disk is full; nothing is left behind.
-    """
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
+    replace_file(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
 
 
 def claim(folder: Path, *, wait_s: float, write: bool = True) -> int | None:
@@ -262,7 +245,7 @@ def set_aside(folder: Path, outcome: Mapping[str, Any] | None = None, *, anew: b
     target = folder / ATTEMPTS / str(number)
     target.mkdir(parents=True)
     if outcome is not None:
-        write_beside(target / OUTCOME, outcome)
+        write_json(target / OUTCOME, outcome)
     for path in old:
         if outcome is not None and path.name == RUN:
             shutil.copy2(path, target)
@@ -288,9 +271,8 @@ def stage_next(folder: Path, files: Mapping[str, str]) -> None:
     try:
         part.mkdir()
         for name, text in files.items():
-            (part / name).write_bytes(text.encode("utf-8", "surrogateescape"))
-            if name.endswith(".sh"):
-                (part / name).chmod((folder / name).stat().st_mode if (folder / name).exists() else 0o755)
+            write_run_file(part / name, text)
+            take_permissions(part / name, folder / name)
         forget_next(folder)
         part.rename(folder / NEXT)
     except OSError:

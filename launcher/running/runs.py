@@ -42,7 +42,7 @@ from launcher.running.run_record import (
     read_record,
     release,
     utc_now,
-    write_beside,
+    write_json,
 )
 from launcher.running.watchdog import room_problem
 from planner.units import format_bytes, format_seconds
@@ -213,7 +213,7 @@ def stop_run(folder: Path, grace_s: float = GRACE_S) -> RunState:
         raise UsageError(f"the run in {folder} is on host {record.host}: stop it there")
     request = {"grace_s": grace_s, "by": _user(), "requested_at": utc_now()}
     with contextlib.suppress(OSError):  # on a full disk it stops with the grace of its start
-        write_beside(folder / STOP_REQUEST, request)
+        write_json(folder / STOP_REQUEST, request)
     try:
         os.kill(record.supervisor_pid, signal.SIGTERM)
     except ProcessLookupError:

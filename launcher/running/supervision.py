@@ -42,7 +42,7 @@ from launcher.running.run_record import (
     release,
     set_aside,
     utc_now,
-    write_beside,
+    write_json,
 )
 from launcher.running.watchdog import DiskWatch, HangWatch, Silence
 
@@ -130,7 +130,7 @@ class Supervisor:
         (self._folder / RESERVE).write_bytes(b" " * RESERVE_BYTES)
         if record.resumed_from is not None:
             set_incomplete_aside(self._folder)
-        write_beside(self._folder / RUN, record.to_json())
+        write_json(self._folder / RUN, record.to_json())
         try:
             self._child_pid = spawn(self._folder, {} if record.resumed_from is None else {RESUME: "1"})
             start = processes.create_time(self._child_pid)
@@ -145,7 +145,7 @@ class Supervisor:
             raise
         record = replace(record, guard_pid=self._guard_pid)
         with contextlib.suppress(OSError):  # a quick command may have filled the disk by now
-            write_beside(self._folder / RUN, record.to_json())
+            write_json(self._folder / RUN, record.to_json())
         return record
 
     def _next_attempt(self, record: RunRecord, outcome: Outcome) -> tuple[RunRecord | None, str | None]:
@@ -187,7 +187,7 @@ class Supervisor:
         """Leave word for those who look at the run while it goes on; a full disk keeps it silent."""
         with contextlib.suppress(OSError):
             if notes:
-                write_beside(self._folder / NOTES, dict(notes))
+                write_json(self._folder / NOTES, dict(notes))
             else:
                 (self._folder / NOTES).unlink(missing_ok=True)
 

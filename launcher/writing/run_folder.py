@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from launcher.errors import EnvironmentLacks, UsageError
+from launcher.files import beside, write_run_file
 from launcher.running.processes import this_host
 from launcher.running.run_record import OUTCOME, SILENT_S, last_write_s, read_record
 
@@ -35,13 +34,13 @@ def write_run(folder: Path, files: Mapping[str, str], *, overwrite: bool = False
     try:
         _check_target(folder, overwrite)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        staging = beside(folder)
+        staging.mkdir()
     except OSError as error:
         raise _lacks(folder, error) from None
     try:
         for name, text in files.items():
-            _write_file(staging / name, text)
-        staging.chmod(0o777 & ~_umask())
+            write_run_file(staging / name, text)
         _swap(staging, folder, overwrite)
     except OSError as error:
         raise _lacks(folder, error) from None
@@ -88,13 +87,6 @@ def _taken(folder: Path) -> UsageError:
     return UsageError(f"{folder} holds a run already; name another folder, or overwrite it")
 
 
-def _write_file(path: Path, text: str) -> None:
-    # Surrogates reach us in file names of the command line; they go back to the bytes they were.
-    path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    if path.suffix == ".sh":
-        path.chmod(0o777 & ~_umask())
-
-
 def _swap(staging: Path, folder: Path, overwrite: bool) -> None:
     """Put ``staging`` in the place of ``folder``, and put the old one back if that fails."""
     try:
@@ -105,8 +97,7 @@ def _swap(staging: Path, folder: Path, overwrite: bool) -> None:
             raise
         if not overwrite:
             raise _taken(folder) from None
-    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-    old.rmdir()
+    old = beside(folder)
     folder.rename(old)
     try:
         staging.rename(folder)
@@ -114,12 +105,6 @@ def _swap(staging: Path, folder: Path, overwrite: bool) -> None:
         old.rename(folder)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _lacks(folder: Path, error: OSError) -> EnvironmentLacks:

@@ -25,7 +25,7 @@ from launcher.ending.history import (
 from launcher.ending.outcomes import Outcome, classify
 from launcher.ending.run_metrics import Metrics, Predicted, parse_row
 from launcher.running.processes import create_time, this_host
-from launcher.running.run_record import RunRecord, read_json, write_beside
+from launcher.running.run_record import RunRecord, read_json, write_json
 from tests.launcher.fake_run import GIB, PLAN, make_run
 
 
@@ -111,7 +111,7 @@ def test_a_running_run(tmp_path: Path) -> None:
     started = create_time(1)
     assert started is not None
     live = record(run, supervisor_pid=1, supervisor_start=started)
-    write_beside(run / "run.json", live.to_json())
+    write_json(run / "run.json", live.to_json())
     append_start(live)
     found = row()
     assert (found.state, found.predicted_bytes, found.seen_bytes) == ("running", 50 * GIB, None)
@@ -120,10 +120,10 @@ def test_a_running_run(tmp_path: Path) -> None:
 
 def test_an_end_that_the_history_missed_is_read_from_the_folder(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
-    write_beside(run / "run.json", record(run).to_json())
+    write_json(run / "run.json", record(run).to_json())
     append_start(record(run))
     assert row().state == "unknown", "the supervisor is dead and said nothing"
-    write_beside(run / "outcome.json", outcome().to_json())
+    write_json(run / "outcome.json", outcome().to_json())
     assert (row().state, row().seen_bytes) == ("done", 51 * GIB)
 
 
@@ -135,8 +135,8 @@ def test_a_start_whose_folder_is_gone_is_unknown(tmp_path: Path) -> None:
 def test_runs_recorded_elsewhere_are_found_in_their_folders(tmp_path: Path) -> None:
     """Another user's, or from before the history was deleted."""
     run = make_run(tmp_path / "runs" / "a")
-    write_beside(run / "run.json", record(Path("/somewhere/else")).to_json())
-    write_beside(run / "outcome.json", outcome().to_json())
+    write_json(run / "run.json", record(Path("/somewhere/else")).to_json())
+    write_json(run / "outcome.json", outcome().to_json())
     [found] = history_rows(tmp_path / "runs")
     assert (found.folder, found.state, found.model) == (run, "done", "Qwen/Qwen3-8B")
     assert history_rows() == []

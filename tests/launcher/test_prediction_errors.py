@@ -14,7 +14,7 @@ from launcher.ending.history import append_end
 from launcher.ending.outcomes import Outcome
 from launcher.ending.prediction_errors import error_groups, error_table
 from launcher.ending.run_metrics import Metrics, Predicted
-from launcher.running.run_record import write_beside
+from launcher.running.run_record import write_json
 from tests.launcher.command_line import here
 from tests.launcher.fake_run import GIB, PLAN, make_run
 from tests.launcher.test_history import record
@@ -36,8 +36,8 @@ def ended(folder: Path, day: int, plan: dict[str, Any], **seen: Any) -> Path:
     run = make_run(folder, plan=plan)
     metrics = Metrics(started=True, ended=True, last_step=10, rows=10, **seen)
     outcome = Outcome(kind="done", sentence="done", predicted=Predicted.from_plan(plan), seen=metrics)
-    write_beside(run / "run.json", record(run, name=folder.name, day=day).to_json())
-    write_beside(run / "outcome.json", outcome.to_json())
+    write_json(run / "run.json", record(run, name=folder.name, day=day).to_json())
+    write_json(run / "outcome.json", outcome.to_json())
     append_end(record(run, name=folder.name, day=day), outcome)
     return run
 
@@ -69,7 +69,7 @@ def test_a_run_folder_copied_from_another_box_counts(tmp_path: Path, capsys: pyt
     """Its host, pids and path mean nothing here, and the history never heard of it."""
     run = ended(tmp_path / "there" / "a", 1, H100, allocated_bytes=51 * GIB, step_s=2.2)
     foreign = replace(record(Path("/home/them/a"), name="far"), host="node7", boot_id="another")
-    write_beside(run / "run.json", foreign.to_json())
+    write_json(run / "run.json", foreign.to_json())
     shutil.rmtree(tmp_path / "data")
     copied = shutil.copytree(tmp_path / "there", tmp_path / "copied")
     assert json.loads(here(capsys, ["runs", "--errors", "--json"]).out)["groups"] == []

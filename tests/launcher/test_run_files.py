@@ -14,7 +14,7 @@ from launcher.errors import EnvironmentLacks, UsageError
 from launcher.inputs.model_config import resolve_architecture
 from launcher.run_text.run_files import RunSpec, render_run
 from launcher.running.processes import create_time, this_host
-from launcher.running.run_record import RUN, RunRecord, write_beside
+from launcher.running.run_record import RUN, RunRecord, write_json
 from launcher.writing.run_folder import is_run_folder, write_run
 from planner.job import Job
 from planner.problem import run_file_names
@@ -285,7 +285,7 @@ def record(folder: Path, pid: int, start: float) -> None:
         oom_kills={},
         grace_s=1.0,
     )
-    write_beside(folder / RUN, kept.to_json())
+    write_json(folder / RUN, kept.to_json())
 
 
 def test_a_live_run_is_never_overwritten(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from launcher.ending.outcomes import Outcome
 from launcher.errors import EnvironmentLacks, TrainingFailed, UsageError
 from launcher.running import processes, run_record, runs
 from launcher.running.processes import Boot, alive
-from launcher.running.run_record import RunRecord, claim, read_record, release, write_beside
+from launcher.running.run_record import RunRecord, claim, read_record, release, write_json
 from launcher.running.runs import RunHandle, run_state, start_run, stop_run
 from tests.launcher.fake_run import GIB, appends, left_over, make_run, rows, sweep, wait_for
 
@@ -315,7 +315,7 @@ def forge(run: Path, **changes: object) -> RunRecord:
     (run / run_record.RUN).unlink()
     forged = RunRecord.from_json({**record.to_json(), **changes, "id": "forged"})
     assert forged is not None
-    write_beside(run / run_record.RUN, forged.to_json())
+    write_json(run / run_record.RUN, forged.to_json())
     return forged
 
 
@@ -522,10 +522,10 @@ def test_half_a_file_is_never_left(root: Path) -> None:
     script = f"""
 import resource, sys
 from pathlib import Path
-from launcher.running.run_record import write_beside
+from launcher.running.run_record import write_json
 resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
 try:
-    write_beside(Path({str(root)!r}) / "outcome.json", {{"kind": "done", "sentence": "x" * 500}})
+    write_json(Path({str(root)!r}) / "outcome.json", {{"kind": "done", "sentence": "x" * 500}})
 except OSError as problem:
     sys.exit(problem.errno)
 """

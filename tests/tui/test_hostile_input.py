@@ -99,7 +99,7 @@ async def test_odd_places_to_save_to_are_a_line_and_nothing_is_replaced_unasked(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with monkeypatch.context() as patch:
-            patch.setattr("launcher.running.run_record.os.fsync", full)
+            patch.setattr("launcher.files.os.fsync", full)
             assert "No space left on device" in " ".join((await save_as(pilot, "job.yaml")).split())
         assert (folder / "job.yaml").read_text() == JOB and [path.name for path in folder.glob(".*")] == []
         await go(pilot, "escape")
