@@ -14,7 +14,8 @@ from planner.machine import Machine
 from planner.machine_hardware import cpu_hardware, gpu_hardware
 from planner.memory.coefficients import LayerWork
 from planner.memory.formula import formula_coefficients
-from planner.memory.model import CoefficientSource, MemoryJob, MemoryModel
+from planner.memory.model import MemoryModel
+from planner.memory.parts import CoefficientSource, MemoryJob
 from planner.pins import parse_pins
 from planner.precision.routes import asked_route
 from planner.rules import with_rules

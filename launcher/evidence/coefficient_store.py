@@ -28,7 +28,7 @@ from planner.memory.coefficients_json import (
     versions_text,
 )
 from planner.memory.formula import ActivationOptions, formula_coefficients
-from planner.memory.model import CoefficientSource
+from planner.memory.parts import CoefficientSource
 from planner.stack import Stack
 from profiles.coefficients import find_coefficients
 

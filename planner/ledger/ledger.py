@@ -12,7 +12,8 @@ from planner.memory.adapters import lora_parameters
 from planner.memory.blocks import Block
 from planner.memory.depth import OFFLOAD_BANDS, depth_of
 from planner.memory.device import NCCL_BYTES
-from planner.memory.model import MemoryModel, rank_tokens
+from planner.memory.model import MemoryModel
+from planner.memory.parts import rank_tokens
 from planner.memory.phases import held_bytes
 from planner.memory.states import RoleTable
 from planner.plan_json import memory_json, time_json

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from planner.choice import FSDP2, ZERO, Choice
 from planner.ledger.textbook import FIRST_STAGE, SAVED_TENSORS
 from planner.memory.depth import OFFLOAD_BANDS, recomputed_layers
-from planner.memory.model import MemoryEstimate, MemoryModel, rank_tokens
+from planner.memory.model import MemoryEstimate, MemoryModel
+from planner.memory.parts import rank_tokens
 
 STAGES = {"none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp_no_reshard": 2}
 """Sharding -> the ZeRO stage that it is called in textbooks; all others divide everything, stage 3."""

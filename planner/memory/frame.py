@@ -6,7 +6,8 @@ it depends on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from planner.choice import FSDP2, Choice, OffloadTarget
@@ -23,22 +24,19 @@ from planner.memory.host import (
     host_parts,
 )
 from planner.memory.loss import LossBytes
+from planner.memory.parts import Key, MemoryParts
 from planner.memory.phases import (
-    HeldBytes,
     LayerWalk,
     LayerWalker,
     Moment,
     Phase,
-    States,
     loss_moment,
     phases,
     step_moment,
 )
-from planner.memory.sharding import ShardingBytes
 
 if TYPE_CHECKING:
     from planner.measured_memory import Correction
-    from planner.memory.model import MemoryModel
 
 _ACTIVATIONS: frozenset[OffloadTarget] = frozenset({"activations"})
 
@@ -54,37 +52,17 @@ class Verdict(NamedTuple):
     host_fits: bool
 
 
-_Key = tuple[object, ...]
-
-
-@dataclass(slots=True)
-class Shared:
-    """What frames have in common, by what it depends on."""
-
-    states: dict[_Key, tuple[States, HeldBytes]] = field(default_factory=dict[_Key, tuple[States, HeldBytes]])
-    hosts: dict[_Key, tuple[HostPart, ...]] = field(default_factory=dict[_Key, tuple[HostPart, ...]])
-    host_peaks: dict[_Key, int] = field(default_factory=dict[_Key, int])
-    shards: dict[_Key, ShardingBytes] = field(default_factory=dict[_Key, ShardingBytes])
-    activations: dict[_Key, dict[int, tuple[Coefficients, ActivationsAt]]] = field(
-        default_factory=dict[_Key, dict[int, tuple[Coefficients, ActivationsAt]]]
-    )
-    losses: dict[_Key, dict[int, LossBytes]] = field(default_factory=dict[_Key, dict[int, LossBytes]])
-    walkers: dict[_Key, dict[bool, LayerWalker]] = field(default_factory=dict[_Key, dict[bool, LayerWalker]])
-    walks: dict[_Key, dict[tuple[int, bool], LayerWalk]] = field(
-        default_factory=dict[_Key, dict[tuple[int, bool], LayerWalk]]
-    )
-
-
 class MemoryFrame:
     """Memory of one choice at any micro-batch and accumulation."""
 
     __slots__ = (
         "_activations",
         "_choice",
+        "_correct",
         "_corrections",
         "_device",
         "_losses",
-        "_model",
+        "_parts",
         "_states_by",
         "_walkers",
         "_walks",
@@ -97,23 +75,26 @@ class MemoryFrame:
         "step_bytes",
     )
 
-    def __init__(self, model: MemoryModel, choice: Choice) -> None:
-        self._model, self._choice = model, choice
-        hardware, shared = model.hardware, model.shared
+    def __init__(
+        self, parts: MemoryParts, choice: Choice, correct: Callable[[Choice], Correction | None] | None = None
+    ) -> None:
+        """``correct``: what a probe adds to a choice at a micro-batch; None where nothing was measured."""
+        self._parts, self._choice, self._correct = parts, choice, correct
+        hardware, shared = parts.hardware, parts.shared
         held_by = (choice.sharding, choice.method, choice.weights, choice.mixed_precision)
         ranks, offload = choice.shard_ranks, choice.offload
         states_by = self._states_by = (held_by, ranks, choice.optimizer, offload - _ACTIVATIONS)
         found = shared.states.get(states_by)
         if found is None:
-            found = shared.states[states_by] = model.states_of(choice)
+            found = shared.states[states_by] = parts.states_of(choice)
         self.states, self.held = found
-        walks: _Key = (choice.recompute,) if choice.sharding == "fsdp1" else ()
+        walks: Key = (choice.recompute,) if choice.sharding == "fsdp1" else ()
         if choice.sharding in FSDP2:
             walks = (choice.recompute == "none", choice.loss_path == "full_logits")
         sharded_by = (held_by, ranks, choice.cp, choice.sp, walks)
         shard = shared.shards.get(sharded_by)
         if shard is None:
-            shard = shared.shards[sharded_by] = model.shard_of(choice)
+            shard = shared.shards[sharded_by] = parts.shard_of(choice)
         self.shard = shard
         seen_by = (held_by, choice.cp, choice.sp, choice.attention, choice.packing)
         self._activations = shared.activations.setdefault(seen_by, {})
@@ -123,10 +104,10 @@ class MemoryFrame:
         self._walks = shared.walks.setdefault((walked_by, seen_by), {})
         self.step = step_moment(choice, self.states, shard)
         self.step_bytes = sum(self.step)
-        self.reference = model.reference_of(choice)
-        self._device = model.device_of(choice)
+        self.reference = parts.reference_of(choice)
+        self._device = parts.device_of(choice)
         self.others_bytes = hardware.others_bytes(choice.num_gpus)
-        self._corrections: dict[int, Correction | None] | None = {} if model.measured else None
+        self._corrections: dict[int, Correction | None] = {}
 
     def verdict(self, micro_batch: int, grad_accum: int) -> Verdict:
         """Whether the choice fits at this micro-batch and accumulation."""
@@ -136,13 +117,13 @@ class MemoryFrame:
         least = tensor_bytes // 50 if correction is None else int(correction.floor * tensor_bytes)
         spread = max(high - tensor_bytes, least)
         device = self._device.device_bytes(tensor_bytes)
-        model = self._model
-        capacity, headroom, fits = model.hardware.capacity_bytes, None, True
+        parts = self._parts
+        capacity, headroom, fits = parts.hardware.capacity_bytes, None, True
         if capacity is not None:
-            headroom = model.usable_bytes - self.others_bytes - device
+            headroom = parts.usable_bytes - self.others_bytes - device
             fits = headroom >= 0 and device + spread <= capacity - self.others_bytes
         host_fits = True
-        available = model.hardware.host_available_bytes
+        available = parts.hardware.host_available_bytes
         if available is not None:
             host_fits = self._host_peak(micro_batch, grad_accum) <= available
         return Verdict(device, spread, headroom, fits and host_fits, host_fits)
@@ -167,7 +148,7 @@ class MemoryFrame:
             step_bytes,
         )
         # A batch of training holds all that an evaluation of no more rows does.
-        if (self._model.job.eval_rows or 0) > micro_batch and self._model.job.evaluates:
+        if (self._parts.job.eval_rows or 0) > micro_batch and self._parts.job.evaluates:
             moment = self._evaluation(micro_batch, grad_accum)
             peak = max(peak, sum(moment))
             high = max(high, sum(moment) + error * (moment[1] + moment[2] + moment[3]))
@@ -176,7 +157,7 @@ class MemoryFrame:
 
     def _evaluation(self, micro_batch: int, grad_accum: int) -> Moment:
         """The worst moment of an evaluation after a step."""
-        rows = self._model.job.eval_rows or micro_batch
+        rows = self._parts.job.eval_rows or micro_batch
         walker = self._walker(grad_accum > 1)
         return walker.evaluation(self.activations(rows)[1], rows, self._loss(rows), self.shard)
 
@@ -185,22 +166,22 @@ class MemoryFrame:
         found = self._activations.get(micro_batch)
         if found is None:
             choice = replace(self._choice, micro_batch=micro_batch)
-            found = self._activations[micro_batch] = self._model.activations_of(choice)
+            found = self._activations[micro_batch] = self._parts.activations_of(choice)
         return found
 
     def _correction(self, micro_batch: int) -> Correction | None:
         """What a probe adds to the phases at this micro-batch."""
-        if self._corrections is None:
+        if self._correct is None:
             return None
         if micro_batch not in self._corrections:
             choice = replace(self._choice, micro_batch=micro_batch)
-            self._corrections[micro_batch] = self._model.correction(choice)
+            self._corrections[micro_batch] = self._correct(choice)
         return self._corrections[micro_batch]
 
     def _walker(self, accumulates: bool) -> LayerWalker:
         walker = self._walkers.get(accumulates)
         if walker is None:
-            choice, arch = self._choice, self._model.job.architecture
+            choice, arch = self._choice, self._parts.job.architecture
             offloads, neighbours = "activations" in choice.offload, bool(self.shard.beside)
             depth = depth_of(arch.order, choice.recompute, offloads, neighbours=neighbours)
             walker = LayerWalker(depth, self.states, self.shard, tied=arch.tied, accumulates=accumulates)
@@ -211,7 +192,7 @@ class MemoryFrame:
         loss = self._losses.get(micro_batch)
         if loss is None:
             choice = replace(self._choice, micro_batch=micro_batch)
-            loss = self._losses[micro_batch] = self._model.loss_of(choice)
+            loss = self._losses[micro_batch] = self._parts.loss_of(choice)
         return loss
 
     def _moments(self, micro_batch: int, grad_accum: int) -> tuple[LayerWalk, Moment]:
@@ -232,7 +213,7 @@ class MemoryFrame:
     def _reference_forward(self, layers: LayerWalk, micro_batch: int, persisting: float) -> Moment:
         """The reference's forward pass, after the policy's and while all that is kept of that."""
         at = self.activations(micro_batch)[1]
-        layer = max(at.kinds[index].full.forward for index in set(self._model.job.architecture.order))
+        layer = max(at.kinds[index].full.forward for index in set(self._parts.job.architecture.order))
         shard, gather = self.shard, self.reference.forward_gather
         return Moment(persisting, layers.saved, layer, 0.0, gather, shard.rest_buckets, 0.0)
 
@@ -245,7 +226,7 @@ class MemoryFrame:
             "backward": layers.backward,
             "step": self.step,
         }
-        if self._model.job.evaluates:
+        if self._parts.job.evaluates:
             moments["evaluate"] = self._evaluation(micro_batch, grad_accum)
         found = phases(self.states, self.shard, moments)
         correction = self._correction(micro_batch)
@@ -257,10 +238,10 @@ class MemoryFrame:
 
     def _host_peak(self, micro_batch: int, grad_accum: int) -> int:
         """The most that the host of a node holds; worked out once for all choices that agree on what it depends on."""
-        key: _Key = (self._states_by, self._choice.num_gpus, grad_accum > 1)
+        key: Key = (self._states_by, self._choice.num_gpus, grad_accum > 1)
         if "activations" in self._choice.offload:
             key = (*key, micro_batch, self._choice.cp, self._choice.sp, self._choice.packing, self._choice.attention)
-        peaks = self._model.shared.host_peaks
+        peaks = self._parts.shared.host_peaks
         found = peaks.get(key)
         if found is None:
             found = peaks[key] = self.host(micro_batch, grad_accum).peak_bytes
@@ -268,27 +249,27 @@ class MemoryFrame:
 
     def host(self, micro_batch: int, grad_accum: int) -> HostMemory:
         """Host memory of one node."""
-        model = self._model
-        if model.hardware.device == "cpu":
+        parts = self._parts
+        if parts.hardware.device == "cpu":
             # There the card is the host.
             return HostMemory((), 0)
         choice = replace(self._choice, micro_batch=micro_batch, grad_accum=grad_accum)
-        job, arch = model.job, model.job.architecture
+        job, arch = parts.job, parts.job.architecture
         node = Node(
-            ranks=min(choice.num_gpus, model.hardware.gpus_per_node),
+            ranks=min(choice.num_gpus, parts.hardware.gpus_per_node),
             fsdp_first_rank_loads=job.fsdp_first_rank_loads,
             saves_optimizer=job.saves_optimizer,
             copies=2 if job.reference_model else 1,
         )
         key = (self._states_by, node.ranks)
-        parts = model.shared.hosts.get(key)
-        if parts is None:
-            parts = model.shared.hosts[key] = host_parts(choice, node, arch, model.blocks(choice.method), self.held)
+        resting = parts.shared.hosts.get(key)
+        if resting is None:
+            resting = parts.shared.hosts[key] = host_parts(choice, node, arch, parts.blocks(choice.method), self.held)
         varying: list[HostPart | None] = []
         if choice.offload:
-            varying.append(accumulated_part(choice, node, arch, model.blocks(choice.method)))
+            varying.append(accumulated_part(choice, node, arch, parts.blocks(choice.method)))
         if "activations" in choice.offload:
             at = self.activations(micro_batch)[1]
             varying.append(activations_part(choice, node, [at.kinds[index].full.kept for index in arch.order]))
         more = tuple(part for part in varying if part is not None)
-        return HostMemory(parts + more, node.ranks * PROCESS_BYTES)
+        return HostMemory(resting + more, node.ranks * PROCESS_BYTES)

@@ -15,8 +15,8 @@ from planner.choice import FSDP2, ZERO, Choice, Method
 from planner.hardware import Hardware
 from planner.memory.blocks import Blocks
 from planner.memory.coefficients import LayerWork
-from planner.memory.model import MemoryJob
 from planner.memory.optimizers import find_optimizer
+from planner.memory.parts import MemoryJob
 from planner.memory.phases import held_bytes
 from planner.memory.states import residual_bytes, role_table, trainable_roles
 from planner.time.links import gathers_s, host_optimizer_s, offload_s, reduction_s, root_gather_s, sequence_s

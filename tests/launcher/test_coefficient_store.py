@@ -20,7 +20,7 @@ from planner.config.reader import read_architecture
 from planner.memory.coefficients import Affine, Highest
 from planner.memory.coefficients_json import CoefficientDocument, coefficients_of, option_key, shape_hash
 from planner.memory.formula import ActivationOptions, formula_coefficients
-from planner.memory.model import CoefficientSource
+from planner.memory.parts import CoefficientSource
 from planner.stack import Stack
 from profiles.coefficients import FOLDER, find_coefficients
 from profiles.models import find_model, list_models

@@ -22,7 +22,8 @@ from planner.config.reader import read_architecture
 from planner.memory.coefficients import Coefficients
 from planner.memory.coefficients_json import CoefficientDocument, coefficients_of, option_key, shape_hash
 from planner.memory.formula import ActivationOptions, formula_coefficients
-from planner.memory.model import MemoryJob, MemoryModel
+from planner.memory.model import MemoryModel
+from planner.memory.parts import MemoryJob
 from tests.launcher.small_families import FAMILIES, config_of
 from tests.planner.replay import H100_WITHOUT_RATES, quantile, tensor_bytes
 

@@ -20,7 +20,8 @@ from planner.machine import Machine
 from planner.memory.coefficients import Coefficients
 from planner.memory.coefficients_json import CoefficientDocument, coefficients_of, shape_hash
 from planner.memory.formula import ActivationOptions, formula_coefficients
-from planner.memory.model import CoefficientSource, MemoryEstimate, MemoryJob, MemoryModel
+from planner.memory.model import MemoryEstimate, MemoryModel
+from planner.memory.parts import CoefficientSource, MemoryJob
 from planner.memory.states import RoleTable, trainable_roles
 from planner.named_machine import named_machine as machine_of
 from planner.problem import PlanInput, Problem, groups_head, layer_work_of, make_problem

@@ -17,7 +17,8 @@ from planner.memory.coefficients import Coefficients
 from planner.memory.coefficients_json import CoefficientDocument, coefficients_of, shape_hash
 from planner.memory.depth import depth_of
 from planner.memory.formula import ActivationOptions, formula_coefficients
-from planner.memory.model import CoefficientSource, MemoryJob, MemoryModel
+from planner.memory.model import MemoryModel
+from planner.memory.parts import CoefficientSource, MemoryJob
 from planner.memory.phases import LayerWalker
 from tests.planner.replay import DATA, H100_WITHOUT_RATES, Row, as_traced, choice_of, rows, tensor_bytes
 

@@ -10,7 +10,8 @@ import pytest
 
 from planner.choice import Choice, Recompute, Sharding
 from planner.hardware import Hardware
-from planner.memory.model import MemoryEstimate, MemoryJob, MemoryModel, rank_tokens
+from planner.memory.model import MemoryEstimate, MemoryModel
+from planner.memory.parts import MemoryJob, rank_tokens
 from planner.problem import make_problem
 from planner.search.search import search
 from profiles.releases import newest_known, trl_release

@@ -9,7 +9,7 @@ import pytest
 
 from planner.choice import Choice, LossPath
 from planner.hardware import Hardware
-from planner.memory.model import MemoryJob
+from planner.memory.parts import MemoryJob
 from planner.time.links import HOST_ADAM_BYTES_PER_S
 from planner.time.rates import ELEMENTWISE, FP32_MATMUL, MATMUL, STREAMING
 from planner.time.step import LAUNCH_S, TIME_PARTS, TimeEstimate, TimeModel

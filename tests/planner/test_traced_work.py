@@ -10,7 +10,8 @@ import pytest
 
 from planner.choice import Choice
 from planner.memory.coefficients import Affine, LayerWork, OperatorWork
-from planner.memory.model import MemoryJob, MemoryModel
+from planner.memory.model import MemoryModel
+from planner.memory.parts import MemoryJob
 from planner.problem import layer_work_of, make_problem
 from planner.time.traced_work import token_work
 from planner.time.work import Work
