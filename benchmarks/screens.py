@@ -62,7 +62,8 @@ async def in_one_session() -> dict[str, float]:
     """The rest, in one app."""
     import psutil
 
-    from launcher.nvml.gpus import CardSample, CardsReading
+    from launcher.nvml.gpus import CardSample
+    from launcher.nvml.reading import CardsReading
     from planner.machine import Card
     from tui.app import TrlfitApp
     from tui.messages import CardsRead, CardsSampled

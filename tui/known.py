@@ -15,7 +15,8 @@ from tui.session import Session
 
 if TYPE_CHECKING:
     from launcher.ending.history import HistoryRow
-    from launcher.nvml.gpus import CardSample, CardsReading
+    from launcher.nvml.gpus import CardSample
+    from launcher.nvml.reading import CardsReading
     from launcher.writing.data import DataReport
     from planner.machine import Card
     from planner.planning import PlanOutcome

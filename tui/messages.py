@@ -11,7 +11,8 @@ from textual.message import Message
 
 if TYPE_CHECKING:
     from launcher.ending.history import HistoryRow
-    from launcher.nvml.gpus import CardSample, CardsReading
+    from launcher.nvml.gpus import CardSample
+    from launcher.nvml.reading import CardsReading
     from launcher.writing.data import DataReport
     from planner.planning import PlanOutcome
     from tui.probe_view import ProbeView

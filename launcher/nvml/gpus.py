@@ -9,21 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from launcher.nvml.calls import Nvml, NvmlRefused, NvmlUnavailable, connect, nvml_open
+from launcher.nvml.reading import CardsReading
 from planner.machine import Card, GpuProcess
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CardsReading:
-    """What NVML said. With no driver: no cards, and a note that says why."""
-
-    cards: tuple[Card, ...] = ()
-    """Those that CUDA_VISIBLE_DEVICES leaves, in CUDA's order; MIG slices instead of their card."""
-    driver: str | None = None
-    cuda: str | None = None
-    """The newest CUDA that the driver runs: ``13.0``."""
-    notes: tuple[str, ...] = ()
-    answered: bool = False
-    """Whether there was a driver to ask."""
 
 
 def read_cards(environ: Mapping[str, str] | None = None) -> CardsReading:

@@ -7,8 +7,8 @@ from typing import Any
 
 from launcher.nvml.calls import Nvml, NvmlCode, NvmlRefused
 from launcher.nvml.card import FoundCard, find_cards, read_card
-from launcher.nvml.gpus import CardsReading
 from launcher.nvml.links import peers, read_bus, read_link_ends
+from launcher.nvml.reading import CardsReading
 from launcher.nvml.visible import Unit, visible_units
 from planner.machine import Card
 

@@ -1,7 +1,7 @@
 """The rule book: what TRL, transformers, accelerate and their companions refuse, and why.
 
 Each topic is a module; each rule is one small function with its reason, releases and source beside
-it. ``build_context`` boils a job, a model, a machine and a stack down once; ``first_refusal`` is
+it. ``planner.rules.context.read_context`` boils a job, a model, a machine and a stack down once; ``first_refusal`` is
 cheap enough to be asked about every candidate.
 """
 

@@ -19,7 +19,8 @@ from typing import Any, cast
 import pytest
 from textual.pilot import Pilot
 
-from launcher.nvml.gpus import CardSample, CardsReading
+from launcher.nvml.gpus import CardSample
+from launcher.nvml.reading import CardsReading
 from launcher.running.follow import LogLine, MetricRow, StateChange
 from launcher.running.runs import RunState
 from planner.machine import Card
