@@ -96,6 +96,7 @@ class Watch(TrainerCallback):
         self.held: dict[str, int] = {}
         self._since = None
         self._began = None
+        self._accelerator = None
 
     def attach(self, trainer) -> None:
         """Hook the trainer's own calls."""
@@ -110,6 +111,7 @@ class Watch(TrainerCallback):
             self.mark("step")
 
         trainer.compute_loss, trainer.accelerator.backward = forwards, backwards
+        self._accelerator = trainer.accelerator
         model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
         model.get_decoder().register_forward_hook(self._body_ran)
 
@@ -135,6 +137,20 @@ class Watch(TrainerCallback):
         if phase is not None:
             self.gauge.begin()
         self.phase, self._since = phase, now
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """DeepSpeed steps inside backward: its engine, which is there by now, says when."""
+        wrapper = getattr(self._accelerator, "deepspeed_engine_wrapped", None)
+        if wrapper is None:
+            return
+        engine = wrapper.engine
+        step = engine.step
+
+        def steps(*args, **kwargs):
+            self.mark("step")
+            return step(*args, **kwargs)
+
+        engine.step = steps
 
     def on_step_begin(self, args, state, control, **kwargs):
         """A new step; what lies between two is the trainer's own."""
@@ -175,14 +191,24 @@ class Watch(TrainerCallback):
         return found
 
 
-def run_cell(request: dict, layers: int, sequence: int, *, counts: bool) -> dict:
-    """One depth and length once; bytes are counted where ``counts`` says so."""
+def run_cell(
+    request: dict, layers: int, sequence: int, *, counts: bool, build=build_model, callbacks=(), prepare=None
+) -> dict:
+    """One depth and length once; bytes are counted where ``counts`` says so.
+
+    Args:
+        request: see ``measure``.
+        layers: of the model.
+        sequence: tokens of a row.
+        counts: whether a step more is run for its bytes, where counting takes time of its own.
+        build: makes the model of so many layers.
+        callbacks: told about the steps too.
+        prepare: called with the trainer before it trains.
+    """
     warm, timed = request["warm_steps"], request["timed_steps"]
     gauge = CardGauge(request.get("used_bytes", 0)) if request["device"] == "cuda" else StorageGauge()
     watch = Watch(gauge, counted=warm if counts else None)
     total = warm + timed + (1 if gauge.slow and counts else 0)
-    model = build_model(request, layers)
-    vocab = model.config.vocab_size
     peft = {}
     if request["lora"] is not None:
         from peft import LoraConfig
@@ -198,25 +224,32 @@ def run_cell(request: dict, layers: int, sequence: int, *, counts: bool) -> dict
             "disable_tqdm": True,
             "dataset_num_proc": None,
         }
+        # Before the model: it says how DeepSpeed cuts one that is being made.
         config = SFTConfig(**arguments)
-        count = request["rows"] * config.gradient_accumulation_steps * total
+        model = build(request, layers)
+        vocab = model.config.vocab_size
+        count = request["rows"] * config.gradient_accumulation_steps * request.get("readers", 1) * total
         trainer = SFTTrainer(
             model=model,
             args=config,
             train_dataset=rows(request, sequence, vocab, count),
             processing_class=tokenizer(),
-            callbacks=[watch],
+            callbacks=[watch, *callbacks],
             **peft,
         )
         trainer._get_train_sampler = lambda *_: SequentialSampler(trainer.train_dataset)
+        if prepare is not None:
+            prepare(trainer)
         watch.attach(trainer)
         trainer.train()
+    # ZeRO-3 leaves an empty tensor where a parameter was.
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
     return {
         "layers": layers,
         "sequence": sequence,
         "tokens": request["rows"] * sequence,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "parameters": sum(size for size, _ in sizes),
+        "trainable": sum(size for size, trains in sizes if trains),
         "peaks": watch.peaks,
         "rows": watch.seconds(warm, gauge.between),
         "busy_rows": watch.seconds(warm, gauge.busy) if gauge.slow else [],

@@ -14,7 +14,6 @@ from launcher.evidence.measured_requests import (
     TIMED_STEPS,
     WARM_STEPS,
     WHOLE_STEPS,
-    Room,
     check_job,
     check_probed,
     job_cells,
@@ -140,10 +139,12 @@ def _threads(machine: Machine) -> dict[str, str]:
     return {} if machine.usable_cards else {"OMP_NUM_THREADS": str(this_cpu(machine)[1])}
 
 
-def _announce(what: str, room: Room, taken: int, seconds: float, limit_s: float) -> None:
+def _announce(
+    what: str, place: str, most_bytes: int, taken: int, seconds: float, limit_s: float, *, each: bool = False
+) -> None:
     report_note(
-        f"{what} on {room.place}: takes about {format_gib(taken)} GiB and never more than"
-        f" {format_gib(room.memory_bytes)} of what is free, about {seconds:.0f} s and at most {limit_s:.0f};"
+        f"{what} on {place}: takes about {format_gib(taken)} GiB{' for each' if each else ''} and never more than"
+        f" {format_gib(most_bytes)} of what is free, about {seconds:.0f} s and at most {limit_s:.0f};"
         " Ctrl-C stops it"
     )
 
@@ -156,7 +157,7 @@ def _measure_rates(args: argparse.Namespace) -> dict[str, Any]:
     machine = resolve_machine(named)
     python = resolve_stack({}, args.python).python
     room, limit_s = room_of(machine), args.limit or RATES_LIMIT_S
-    _announce("rates", room, room.memory_bytes // 4, RATES_S, limit_s)
+    _announce("rates", room.place, room.memory_bytes, room.memory_bytes // 4, RATES_S, limit_s)
     request = {
         "device": room.device,
         "memory_bytes": room.memory_bytes,
@@ -198,25 +199,66 @@ def _measure_job(args: argparse.Namespace, *, whole: bool) -> dict[str, Any]:
     inputs = plan_inputs(job, origins, args.python, 1, trace=args.trace is not False)
     problem, planned = _planned(inputs)
     choice = planned if whole else probed_choice(planned)
-    if choice.num_gpus > 1:
-        raise UsageError(
-            f"--whole: the plan takes {choice.num_gpus} ranks and a probe runs one; pin gpus=1, or launch the plan with"
-            " --trl max_steps=3"
-        )
     check_probed(inputs, choice)
-    room, limit_s = room_of(inputs.machine), args.limit or JOB_LIMIT_S
-    whole_cell = {"layers": inputs.architecture.num_layers, "sequence": job.seq_len}
-    cells = [whole_cell] if whole else job_cells(inputs, choice)
+    limit_s = args.limit or JOB_LIMIT_S
+    if choice.num_gpus > 1:
+        facts, answer = job_facts(problem, choice), _ask_ranks(inputs, problem, choice, limit_s)
+    else:
+        facts, answer = _ask_one_rank(inputs, problem, planned, limit_s, whole=whole)
+    missing = sum("not_run" in cell for cell in answer["cells"])
+    if missing:
+        raise ProbeFailed(
+            f"{limit_s:g} s were not enough for {missing} of {len(answer['cells'])} cells, and nothing was kept;"
+            " --limit S gives more"
+        )
+    kind = "whole" if whole else "job"
+    document = {
+        **_on(inputs.machine, answer, kind),
+        kind: {**facts, "cells": answer["cells"]},
+    }
+    _keep(document)
+    return document
+
+
+def _whole_cell(inputs: PlanInput) -> dict[str, int]:
+    return {"layers": inputs.architecture.num_layers, "sequence": inputs.job.seq_len}
+
+
+def _ask_ranks(inputs: PlanInput, problem: Problem, choice: Choice, limit_s: float) -> dict[str, Any]:
+    """Three steps of the plan on all of its ranks: the answer of them together."""
+    from launcher.evidence.measured_ranks import ask_ranks, check_ranks, ranks_request, rooms_of
+
+    check_ranks(inputs, problem, choice)
+    rooms, cells = rooms_of(inputs.machine, choice), [_whole_cell(inputs)]
+    taken, seconds = said_beforehand(problem, choice, cells, WHOLE_STEPS + 1)
+    what = f"three steps of the plan, {choice.num_gpus} ranks of {choice.sharding},"
+    _announce(what, rooms.place, min(rooms.memory_bytes), taken, seconds, limit_s, each=True)
+    return ask_ranks(
+        ranks_request(inputs, choice, rooms, cells, limit_s=limit_s),
+        python=inputs.stack.python,
+        limit_s=limit_s,
+        environment=rooms.environment,
+        progress=narrate_step,
+    )
+
+
+def _ask_one_rank(
+    inputs: PlanInput, problem: Problem, planned: Choice, limit_s: float, *, whole: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is kept of the choice that ran, and the answer."""
+    choice = planned if whole else probed_choice(planned)
+    room = room_of(inputs.machine)
+    cells = [_whole_cell(inputs)] if whole else job_cells(inputs, choice)
     request = job_request(inputs, choice, room, cells, limit_s=limit_s, whole=whole)
     steps = WHOLE_STEPS if whole else ROUNDS[room.device] * (WARM_STEPS + TIMED_STEPS[room.device])
     taken, seconds = said_beforehand(problem, choice, cells, steps + 1)
     what = "three steps of the plan" if whole else f"{cells[0]['layers']} and {cells[-1]['layers']} layers of the job"
-    _announce(what, room, taken, seconds, limit_s)
-    facts = job_facts(problem, choice)
-    if facts["options"] != job_facts(problem, planned)["options"]:
+    _announce(what, room.place, room.memory_bytes, taken, seconds, limit_s)
+    facts, alike = job_facts(problem, choice), job_facts(problem, planned)["options"]
+    if facts["options"] != alike:
         report_note(
-            f"under {planned.sharding} these layers run as {job_facts(problem, planned)['options']}, which no rank does"
-            f" alone; what is measured is {facts['options']}, and serves plans for one card"
+            f"under {planned.sharding} these layers run as {alike}, which no rank does alone; what is measured is"
+            f" {facts['options']}, and serves plans for one card"
         )
     answer = ask_child(
         "measure_job.py",
@@ -226,19 +268,7 @@ def _measure_job(args: argparse.Namespace, *, whole: bool) -> dict[str, Any]:
         environment={**room.environment, **_threads(inputs.machine)},
         progress=narrate_step,
     )
-    missing = sum("not_run" in cell for cell in answer["cells"])
-    if missing:
-        raise ProbeFailed(
-            f"{limit_s:g} s were not enough for {missing} of {len(cells)} cells, and nothing was kept; --limit S gives"
-            " more"
-        )
-    kind = "whole" if whole else "job"
-    document = {
-        **_on(inputs.machine, answer, kind),
-        kind: {**facts, "cells": answer["cells"]},
-    }
-    _keep(document)
-    return document
+    return facts, answer
 
 
 def _planned(inputs: PlanInput) -> tuple[Problem, Choice]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,29 +78,39 @@ def room_of(machine: Machine, *, several: bool = False) -> Room:
     if not machine.usable_cards:
         assert machine.host is not None
         free = machine.host.available_bytes
-        return Room(device="cpu", cards=(), memory_bytes=_less_margin(free, "cpu", "the host"), used_bytes=0,
+        return Room(device="cpu", cards=(), memory_bytes=less_margin(free, "cpu", "the host"), used_bytes=0,
                     environment={"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
     cards = cards_by_room(machine)
     chosen = [card for card in cards if card.used_bytes < BUSY_BYTES] if several else cards[:1]
-    free = min((_less_margin(card.free_bytes, "cuda", f"card {card.index}") for card in chosen), default=0)
-    visible = ",".join(card.uuid or str(card.physical_index if card.physical_index is not None else card.index)
-                       for card in chosen)  # fmt: skip
+    free = min((less_margin(card.free_bytes, "cuda", f"card {card.index}") for card in chosen), default=0)
     return Room(
         device="cuda",
         cards=tuple(chosen),
         memory_bytes=free,
         # What the driver keeps for itself is in no total that CUDA tells.
         used_bytes=chosen[0].used_bytes if chosen else 0,
-        environment={
-            "CUDA_VISIBLE_DEVICES": visible,
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            # As written runs set it.
-            "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
-        },
+        environment=card_environment(chosen),
     )
 
 
-def _less_margin(free: int, device: str, where: str) -> int:
+def card_environment(cards: Sequence[Card]) -> dict[str, str]:
+    """The variables under which a child sees these cards alone, in their order."""
+    visible = ",".join(card.uuid or str(card.physical_index if card.physical_index is not None else card.index)
+                       for card in cards)  # fmt: skip
+    return {
+        "CUDA_VISIBLE_DEVICES": visible,
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        # As written runs set it.
+        "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+    }
+
+
+def less_margin(free: int, device: str, where: str) -> int:
+    """Of ``free`` bytes, what a probe may take.
+
+    Raises:
+        EnvironmentLacks: nothing.
+    """
     left = free - max(MARGIN_BYTES, int(MARGIN_SHARE[device] * free))
     if left <= 0:
         raise EnvironmentLacks(f"{where} has {free / GIB:.1f} GiB free, of which a probe leaves {MARGIN_BYTES // GIB};"
@@ -153,6 +164,19 @@ def job_cells(inputs: PlanInput, choice: Choice) -> list[dict[str, int]]:
     return [{"layers": layers, "sequence": tokens} for layers in depths for tokens in (length // 2, length)]
 
 
+def run_spec(inputs: PlanInput, choice: Choice) -> RunSpec:
+    """The run that would be written."""
+    return RunSpec(
+        job=inputs.job,
+        choice=choice,
+        architecture=inputs.architecture,
+        stack=inputs.stack,
+        machine=inputs.machine,
+        plan_json="",
+        python=inputs.stack.python,
+    )
+
+
 def job_request(
     inputs: PlanInput,
     choice: Choice,
@@ -175,16 +199,7 @@ def job_request(
     Raises:
         UsageError: a setting that no run could be written with.
     """
-    job = inputs.job
-    spec = RunSpec(
-        job=job,
-        choice=choice,
-        architecture=inputs.architecture,
-        stack=inputs.stack,
-        machine=inputs.machine,
-        plan_json="",
-        python=inputs.stack.python,
-    )
+    job, spec = inputs.job, run_spec(inputs, choice)
     arguments = {name: value for section in config_sections(spec) for name, value in section.values.items()}
     loading = arguments.pop("model_init_kwargs")
     assert isinstance(loading, dict)

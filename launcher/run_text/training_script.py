@@ -41,7 +41,7 @@ def render_training_script(spec: RunSpec) -> str:
     Raises:
         UsageError: the job or the choice asks for something that no TRL script does.
     """
-    _refuse_what_no_script_does(spec)
+    refuse_what_no_script_does(spec)
     rewards = _rewards(spec)
     generates = spec.job.trainer in ("grpo", "rloo")
     name = CLASSES[spec.job.trainer]
@@ -58,7 +58,7 @@ def render_training_script(spec: RunSpec) -> str:
         "counts_batches": not generates and not spec.job.trl.get("torch_compile"),
         "own_reward": OWN_REWARD in rewards,
         "reward_path": any("." in reward for reward in rewards),
-        "fsdp_outputs": _fsdp_outputs(spec),
+        "fsdp_outputs": keeps_fsdp_outputs(spec),
         "route": converts_in_script(spec),
         "route_elsewhere": by_accelerate(spec),
     }
@@ -116,7 +116,7 @@ def _imports(spec: RunSpec, rewards: list[str]) -> str:
         transformers.append("BitsAndBytesConfig")
     if spec.job.trainer in ("grpo", "rloo"):
         transformers.append("AutoTokenizer")
-    if _fsdp_outputs(spec):
+    if keeps_fsdp_outputs(spec):
         third.append("from torch.distributed.fsdp import MixedPrecisionPolicy")
     third.append(f"from transformers import {', '.join(sorted(transformers))}")
     third.append(f"from trl import {', '.join(trl)}")
@@ -234,7 +234,7 @@ def _reward_imports(rewards: list[str]) -> str:
     return "\n".join(f"from {module} import {name}  # noqa: E402" for module, _, name in lines)
 
 
-def _fsdp_outputs(spec: RunSpec) -> bool:
+def keeps_fsdp_outputs(spec: RunSpec) -> bool:
     """Only SFT builds its model after the policy can still be changed and before it is wrapped."""
     return spec.choice.sharding in FSDP2 and spec.choice.mixed_precision == "bf16" and spec.job.trainer == "sft"
 
@@ -244,7 +244,12 @@ def _one_blank_line(text: str) -> str:
     return re.sub(r"\n{4,}", "\n\n\n", text)
 
 
-def _refuse_what_no_script_does(spec: RunSpec) -> None:
+def refuse_what_no_script_does(spec: RunSpec) -> None:
+    """Raise for a choice that is estimated and never written.
+
+    Raises:
+        UsageError: what to pin instead.
+    """
     choice, trainer = spec.choice, spec.job.trainer
     if choice.tp > 1:
         raise UsageError("tp is not offered: such a run cannot resume (docs/rules.md); pin tp=1")
