@@ -1,8 +1,10 @@
-"""The pages agree with the code: constants, knobs, fields, rules, links, and the picture."""
+"""The pages and the help agree with the code: constants, knobs, fields, flags, keys, paths, rules, links, pictures."""
 
 from __future__ import annotations
 
+import argparse
 import re
+import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -13,7 +15,10 @@ from typing import Any, get_args
 
 import pytest
 
-from launcher.flags import FLAG_FIELDS
+from launcher import cli
+from launcher.commands import measure, route
+from launcher.errors import UsageError
+from launcher.flags import FLAG_FIELDS, KNOBS
 from planner import choice
 from planner.advice.comparison import compare
 from planner.advice.old_plan import OldPlan, held_against
@@ -23,10 +28,16 @@ from planner.plan import Plan
 from planner.planning import make_plan
 from profiles.releases import newest_known
 from tests.planner.replay import inputs_of
+from tui.keys import EVERYWHERE, SCREENS, Key, shown_key
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(DOCS.glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
 CONSTANT = re.compile(r"^\| `(planner(?:\.\w+)+)\.([A-Z][A-Z0-9_]*)` \| (\S+) \|", re.MULTILINE)
 
 
@@ -177,3 +188,109 @@ def test_every_field_of_an_old_plan_and_of_a_comparison() -> None:
             name for name in document if f"`{name}`" not in section and document[name] != document["schema"]
         } == set()
         assert document["schema"] in section
+
+
+def flags_of(name: str) -> dict[str, argparse.Action]:
+    """Every flag of a command."""
+    command, parser = cli.COMMANDS[name], argparse.ArgumentParser()
+    command.flags(parser)
+    if command.json:
+        parser.add_argument("--json", help="as `build_parser` gives it")
+    return parser._option_string_actions  # pyright: ignore[reportPrivateUsage]
+
+
+COMMAND_LINE = re.compile(r"(?:^|`)(?:trlfit )?(" + "|".join(cli.COMMANDS) + r")\b([^`\n]*?)(?=`|   |$)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_command_has_the_flags_that_a_page_gives_it(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    wrong = [
+        f"{name} {flag}"
+        for name, words in COMMAND_LINE.findall(text)
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", words)
+        if flag not in flags_of(name)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_file_that_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    folders = "planner|launcher|tui|profiles|scripts|benchmarks|tests|examples"
+    named = set(re.findall(rf"`((?:{folders})/[\w./*-]+)", text))
+    named = {name for name in named if "CARD-DATE" not in name}  # written by a card's own benchmark
+    assert [name for name in sorted(named) if not any(ROOT.glob(name.rstrip("/.")))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_module_that_a_page_names_is_there(page: Path) -> None:
+    for name in set(re.findall(r"`((?:planner|launcher|tui|profiles)(?:\.\w+)+)", page.read_text(encoding="utf-8"))):
+        module, _, attribute = name.rpartition(".")
+        found = ROOT / (name.replace(".", "/") + ".py"), ROOT / name.replace(".", "/")
+        assert any(path.exists() for path in found) or hasattr(import_module(module), attribute), name
+
+
+def test_the_keys_of_the_page_of_screens_are_those_of_the_app() -> None:
+    def rows(keys: tuple[Key, ...]) -> list[tuple[str, str, str]]:
+        return [(shown_key(key.key), key.word, key.says) for key in keys]
+
+    page = text_of("screens.md")
+    keys = page[page.index("## Keys") : page.index("## The line at the foot")]
+    sections = dict(re.findall(r"^### (?:\d )?(\w+)$(.*?)(?=^###|\Z)", keys, re.MULTILINE | re.DOTALL))
+    tables = {
+        name: re.findall(r"^\| `(.+)` \| (.+?) \| (.+?) \|$", text, re.MULTILINE) for name, text in sections.items()
+    }
+    assert tables == {"Everywhere": rows(EVERYWHERE), **{name: rows(found) for name, found in SCREENS.items()}}
+
+
+def test_every_screen_is_on_the_page_of_screens() -> None:
+    listed = re.findall(r"^\| (\d) (\w+) \|", text_of("screens.md"), re.MULTILINE)
+    assert listed == [(str(number), name) for number, name in enumerate(SCREENS, 1)]
+
+
+# Help
+
+
+def test_the_help_of_pins_names_every_knob() -> None:
+    assert set(KNOBS) == set(PARSERS)
+
+
+def test_the_defaults_that_the_help_says_are_those_of_a_job() -> None:
+    job = Job(model="a/model").model_dump()
+    for destination, field in FLAG_FIELDS.items():
+        about = flags_of("plan")["--" + destination.replace("_", "-")].help or ""
+        said = re.search(r"\(default (\S+)\)", about)
+        if said is None:
+            continue
+        value: Any = job
+        for part in field.split("."):
+            value = value[part]
+        assert said[1] == {"[]": "nothing", "False": "off"}.get(str(value), str(value)), field
+
+
+def test_the_limits_that_the_help_of_probe_says() -> None:
+    said = re.findall(r"\d+", flags_of("probe")["--limit"].help or "")
+    assert [float(number) for number in said] == [measure.RATES_LIMIT_S, route.LIMIT_S, measure.JOB_LIMIT_S]
+
+
+@pytest.mark.parametrize(
+    "line", [line for command in cli.COMMANDS.values() for line in command.examples if line.startswith("trlfit ")]
+)
+def test_an_example_of_the_help_is_understood(line: str) -> None:
+    try:
+        cli.build_parser().parse_args(shlex.split(line)[1:])
+    except UsageError as error:
+        pytest.fail(str(error))
+
+
+def test_help_keeps_to_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in ([], *([name] for name in cli.COMMANDS)):
+        assert cli.main([*words, "--help"]) == 0
+        assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
+
+
+def test_every_flag_has_a_word_of_help() -> None:
+    mute = [f"{name} {flag}" for name in cli.COMMANDS for flag, action in flags_of(name).items() if not action.help]
+    assert mute == []

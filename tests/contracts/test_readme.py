@@ -1,7 +1,8 @@
-"""What the README shows is true: its commands run, its job file is the default one, its figures are computed."""
+"""What the README and the page of commands show is true: commands run, job files are jobs, figures are computed."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -15,15 +16,30 @@ import yaml
 from launcher import cli
 from launcher.errors import ExitCode
 from planner.job import DataSpec, Job
+from profiles.models import find_model
 from tests.planner.test_memory_measured import ALLOCATED
 from tests.planner.test_memory_traced import RAN, peak_error
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-COMMANDS = [line for language, block in BLOCKS if not language for line in block.splitlines() if "trlfit " in line]
+REFERENCE = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """(language, text) of the fenced blocks."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+
+def commands(page: str) -> list[str]:
+    """Lines of its blocks that call trlfit."""
+    shown = "".join(text for language, text in blocks(page) if not language)
+    return [line for line in shown.splitlines() if "trlfit " in line]
+
+
+COMMANDS = list(dict.fromkeys(commands(README) + commands(REFERENCE)))
 OF_A_RUN = [line for line in COMMANDS if line.split()[1] in ("write", "launch", "watch", "stop", "runs")]
 OTHERS = [line for line in COMMANDS if line not in OF_A_RUN]
+JOBS = sorted((ROOT / "examples").glob("*.yaml"))
 ANSWERS = {
     # 8 B parameters in fp32 fit few hosts.
     "trlfit plan Qwen/Qwen3-8B --machine cpu --seq-len 512": {0, 3},
@@ -42,9 +58,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_readme_shows_every_command() -> None:
-    assert {line.split()[1] for line in COMMANDS} == set(cli.COMMANDS) - {"models"}
+def test_every_command_is_shown() -> None:
+    assert {line.split()[1] for line in COMMANDS} == set(cli.COMMANDS) - {"models", "schema"}
     assert "`trlfit models`" in README
+    assert "`trlfit schema job`" in (ROOT / "docs" / "job.md").read_text(encoding="utf-8")
+
+
+def test_the_commands_are_said_as_their_help_says_them() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*?)(?: \(\[.*\))? \|$", REFERENCE, re.MULTILINE)
+    listed = [row for row in rows if row[0] in cli.COMMANDS]
+    assert listed == [(name, command.help) for name, command in cli.COMMANDS.items()]
 
 
 @pytest.mark.parametrize("line", OTHERS)
@@ -79,8 +102,33 @@ def test_the_commands_of_a_run(folder: Path, capsys: pytest.CaptureFixture[str])
     assert "done" in said[4]
 
 
-def test_the_job_file_shows_every_default() -> None:
-    (block,) = [block for language, block in BLOCKS if language == "yaml"]
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+def test_an_example_plans(path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As examples/README.md says; `make demo` makes the model of one, and two are of whatever machine is here."""
+    if path.stem == "demo":
+        shapes = find_model("HuggingFaceTB/SmolLM2-135M")
+        assert shapes is not None
+        (folder / "demo-runs" / "tiny").mkdir(parents=True)
+        (folder / "demo-runs" / "tiny" / "config.json").write_text(json.dumps(shapes.config), encoding="utf-8")
+    code = cli.main(["plan", "--job", f"examples/{path.name}", "--no-trace"])
+    shown = capsys.readouterr()
+    assert code in ({0, 3} if yaml.safe_load(path.read_text("utf-8")).get("machine") == "local" else {0}), shown.err
+    assert "best plan" in shown.out or "closest first" in shown.out
+
+
+def test_every_example_is_listed() -> None:
+    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| `([\w.-]+\.yaml)` \|", page, re.MULTILINE)) == [path.name for path in JOBS]
+
+
+def test_the_job_file_of_the_readme_is_a_job() -> None:
+    (block,) = [block for language, block in blocks(README) if language == "yaml"]
+    assert Job.model_validate(yaml.safe_load(block)).method == "lora"
+
+
+def test_the_page_of_the_job_shows_every_default() -> None:
+    page = (ROOT / "docs" / "job.md").read_text(encoding="utf-8")
+    (block,) = [block for language, block in blocks(page) if language == "yaml"]
     shown = yaml.safe_load(block)
     assert list(shown) == list(Job.model_fields)
     assert Job.model_validate(shown) == Job(model="Qwen/Qwen3-8B")
@@ -89,7 +137,7 @@ def test_the_job_file_shows_every_default() -> None:
 
 
 def test_the_exit_codes() -> None:
-    codes = [int(code) for code in re.findall(r"^\| (\d+) \|", README, re.MULTILINE)]
+    codes = [int(code) for code in re.findall(r"^\| (\d+) \|", REFERENCE, re.MULTILINE)]
     assert codes == [int(code) for code in ExitCode]
 
 
