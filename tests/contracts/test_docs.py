@@ -116,6 +116,14 @@ def test_every_module_has_its_room() -> None:
     assert homeless == []
 
 
+def test_every_format_is_named() -> None:
+    """Those that somebody else may read; traces are between us and our child, and our cache."""
+    modules = [p.read_text(encoding="utf-8") for name in ("planner", "launcher") for p in (ROOT / name).rglob("*.py")]
+    formats = {found for text in modules for found in re.findall(r"\"(trlfit\.[a-z-]+/\d)\"", text)}
+    named = set(re.findall(r"`(trlfit\.[a-z-]+/\d)`", text_of("architecture.md")))
+    assert named == formats - {"trlfit.trace/1", "trlfit.coefficients/1"}
+
+
 def test_every_page_is_linked() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [page.name for page in DOCS.glob("*.md") if f"(docs/{page.name})" not in readme] == []
