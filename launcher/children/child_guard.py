@@ -1,4 +1,4 @@
-"""What children that trace or measure do the same way: read a request, stay below limits, die with the parent.
+"""What children do the same way: read a request, die with the parent, and those that measure stay below limits.
 
 The request is one line on stdin, which then stays open: when it ends, whoever asked is gone, and the child ends itself
 and all it started. It runs in a session of its own.
@@ -13,8 +13,6 @@ import signal
 import sys
 import threading
 import time
-
-import torch
 
 _STARTED = time.perf_counter()
 
@@ -50,6 +48,8 @@ def limit_memory(device: str, most_bytes: int) -> None:
 
     Whatever asks for more gets an out-of-memory error, and nobody else's process is in danger.
     """
+    import torch  # those that only read a request pay nothing for it
+
     if device == "cuda":
         _, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(min(1.0, most_bytes / total))
@@ -75,6 +75,8 @@ def _data_bytes() -> int:
 
 def is_shortage(error: BaseException) -> bool:
     """Whether ``error`` says that memory ran out, on the card or on the host."""
+    import torch
+
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     text = str(error)
@@ -96,6 +98,8 @@ def versions(*packages: str) -> dict[str, str]:
 
 def device_facts(device: str) -> dict[str, object]:
     """What the measurement ran on."""
+    import torch
+
     if device == "cuda":
         return {"device": "cuda", "name": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     return {"device": "cpu", "threads": torch.get_num_threads()}

@@ -264,7 +264,9 @@ def validate(folder: Path, require_devices: bool) -> list[str]:
 
 def main() -> int:
     """Read the request, answer it."""
-    request = json.load(sys.stdin)
+    from child_guard import read_request
+
+    request = read_request()
     # Libraries print while they load; stdout is for the one document.
     with contextlib.redirect_stdout(sys.stderr):
         try:

@@ -159,7 +159,7 @@ def test_unknown_python(tmp_path: Path) -> None:
 def test_python_without_the_libraries(tmp_path: Path) -> None:
     """A bare interpreter (-S leaves out site-packages) lacks datasets, and says which one it is."""
     python = tmp_path / "bare"
-    python.write_text('#!/bin/sh\nexec /usr/bin/env python3 -S -I "$@"\n')
+    python.write_text('#!/bin/sh\nexec /usr/bin/env python3 -S -E "$@"\n')
     python.chmod(0o755)
     path = write(tmp_path / "a.csv", {"text": "a"})
     job = Job.model_validate({"model": "m", "data": {"dataset": str(path)}})

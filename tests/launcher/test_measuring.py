@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from launcher import child_process
 from launcher.errors import EnvironmentLacks, ProbeFailed, UsageError
-from launcher.evidence import measuring
 from launcher.evidence.measured_requests import (
     Room,
     check_job,
@@ -52,7 +52,7 @@ print(json.dumps(step), file=sys.stderr, flush=True)
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(measuring, "CHILDREN", tmp_path)
+    monkeypatch.setattr(child_process, "CHILDREN", tmp_path)
     return tmp_path / "child.py"
 
 
@@ -107,9 +107,10 @@ def test_a_child_that_fails_says_why(code: str, error: type[Exception], said: st
 def test_nothing_outlives_whoever_asked(sent: signal.Signals, script: Path) -> None:
     script.write_text(CHILD + "time.sleep(60)\n")
     asks = (
-        "import sys\nfrom pathlib import Path\nfrom launcher.evidence import measuring\n"
-        f"measuring.CHILDREN = Path({str(script.parent)!r})\n"
-        "measuring.ask_child('child.py', {}, python=None, limit_s=60, environment={},"
+        "from pathlib import Path\nfrom launcher import child_process\n"
+        "from launcher.evidence.measuring import ask_child\n"
+        f"child_process.CHILDREN = Path({str(script.parent)!r})\n"
+        "ask_child('child.py', {}, python=None, limit_s=60, environment={},"
         " progress=lambda d, o, what, s: print(what, flush=True))\n"
     )
     asker = subprocess.Popen([sys.executable, "-c", asks], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

@@ -259,7 +259,7 @@ def test_a_file_that_the_kernel_cannot_run(tmp_path: Path) -> None:
     path = tmp_path / "python"
     path.write_bytes(b"\x7fELF not really")
     path.chmod(0o755)
-    with pytest.raises(EnvironmentLacks, match="cannot be started"):
+    with pytest.raises(EnvironmentLacks, match="cannot start the training Python"):
         inspect_stack(str(path))
 
 
