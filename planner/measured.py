@@ -98,6 +98,35 @@ class MeasuredJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredWhole:
+    """Three steps of a plan itself, at its own depth and length and on all of its ranks."""
+
+    trainer: str
+    shape: str
+    """``shape_hash`` of the architecture."""
+    vocab: int
+    tied: bool
+    options: str
+    """``option_key`` of what the layers ran under."""
+    lora_r: int
+    choice: Choice
+    """Every knob as it ran, the number of ranks among them."""
+    layers: int
+    sequence: int
+    """Tokens of one row, before context or sequence parallelism splits it."""
+    peaks: Mapping[str, int]
+    """Phase -> most bytes of live tensors on the rank that held most then."""
+    step_s: float
+    """Seconds of an optimizer step on the slowest rank."""
+    source: str = ""
+
+    def is_of(self, architecture: Architecture, sequence: int) -> bool:
+        """Whether ``architecture`` and the length are what ran."""
+        same = (self.vocab, self.tied, self.layers) == (architecture.vocab, architecture.tied, architecture.num_layers)
+        return same and self.sequence == sequence and self.shape == shape_hash(architecture)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """All that is known by measurement for one plan."""
 
@@ -106,6 +135,8 @@ class Measured:
     rates: MeasuredRates | None = None
     jobs: tuple[MeasuredJob, ...] = ()
     """Of this card, the planned layers and the stack's versions."""
+    wholes: tuple[MeasuredWhole, ...] = ()
+    """Of the same, newest first: each for its own choice alone."""
 
     @property
     def machine_rates(self) -> MeasuredRates | None:

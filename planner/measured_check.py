@@ -130,6 +130,8 @@ def _check_job(job: Mapping[str, Any], kind: str) -> None:
     _need(job.get("tied"), bool, "tied")
     _need(job.get("lora_r"), int, "lora_r")
     choice = _choice(job.get("choice"))
+    if kind != "whole" and probed_choice(choice) != choice:
+        raise BadMeasurement("choice is not what one rank runs alone")
     cells = _rows(job, "cells")
     for index, cell in enumerate(cells):
         for name in ("layers", "sequence"):
@@ -138,8 +140,6 @@ def _check_job(job: Mapping[str, Any], kind: str) -> None:
             _check_cell(cell, choice, f"cells[{index}]")
     if kind == "whole":
         return
-    if probed_choice(choice) != choice:
-        raise BadMeasurement("choice is not what one rank runs alone")
     grid = sorted((cell["layers"], cell["sequence"]) for cell in cells)
     depths, lengths = sorted({layers for layers, _ in grid}), sorted({tokens for _, tokens in grid})
     if len(depths) != 2 or len(lengths) != 2 or grid != [(layers, tokens) for layers in depths for tokens in lengths]:
@@ -150,12 +150,22 @@ def _check_cell(cell: Mapping[str, Any], choice: Choice, where: str) -> None:
     _need(cell.get("tokens"), int, f"{where}.tokens")
     if cell["tokens"] != choice.micro_batch * cell["sequence"]:
         raise BadMeasurement(f"{where}.tokens is {cell['tokens']}, not {choice.micro_batch} x {cell['sequence']}")
-    if cell.get("context_bytes") is not None:
-        _need(cell["context_bytes"], int, f"{where}.context_bytes")
+    _check_seen(cell, where)
+    ranks = _rows(cell, "ranks")
+    if len(ranks) != (choice.num_gpus if choice.num_gpus > 1 else 0):
+        raise BadMeasurement(f"{where}.ranks has {len(ranks)} rows of a choice of {choice.num_gpus}")
+    for index, rank in enumerate(ranks):
+        _check_seen(rank, f"{where}.ranks[{index}]")
+
+
+def _check_seen(seen: Mapping[str, Any], where: str) -> None:
+    """Bytes and seconds by phase, of a cell or of one rank of it."""
+    if seen.get("context_bytes") is not None:
+        _need(seen["context_bytes"], int, f"{where}.context_bytes")
     for name, phases, number in (("peaks", PHASES, int), ("seconds", (*PHASES, "other"), float)):
-        _need(cell.get(name), dict, f"{where}.{name}")
+        _need(seen.get(name), dict, f"{where}.{name}")
         for phase in phases:
-            _need(cell[name].get(phase), number, f"{where}.{name}.{phase}")
+            _need(seen[name].get(phase), number, f"{where}.{name}.{phase}")
 
 
 def _choice(data: object) -> Choice:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.choice import Choice
-from planner.measured import PHASES, Cell, MeasuredJob, MeasuredRates
+from planner.measured import PHASES, Cell, MeasuredJob, MeasuredRates, MeasuredWhole
 
 HALF = ("bfloat16", "float16")
 
@@ -64,6 +64,28 @@ def job_of(document: Mapping[str, Any]) -> MeasuredJob | None:
         choice=Choice.from_json(dict(job["choice"])),
         cells=tuple(cells),
         context_bytes=max(contexts, default=None),
+        source=f"measured on {source_of(document)}",
+    )
+
+
+def whole_of(document: Mapping[str, Any]) -> MeasuredWhole | None:
+    """The plan that ran itself, None where it did not run to its end."""
+    whole: Mapping[str, Any] = document["whole"]
+    if len(whole["cells"]) != 1 or "peaks" not in whole["cells"][0]:
+        return None
+    cell = _cell(whole["cells"][0])
+    return MeasuredWhole(
+        trainer=str(whole["trainer"]),
+        shape=str(whole["shape"]),
+        vocab=int(whole["vocab"]),
+        tied=bool(whole["tied"]),
+        options=str(whole["options"]),
+        lora_r=int(whole["lora_r"]),
+        choice=Choice.from_json(dict(whole["choice"])),
+        layers=cell.layers,
+        sequence=cell.sequence,
+        peaks=cell.peaks,
+        step_s=sum(cell.seconds.values()),
         source=f"measured on {source_of(document)}",
     )
 

@@ -22,6 +22,9 @@ MEASURED_ERROR = 0.01
 the peak. Probes at depth 1 and 2 met counted peaks at depth 8 to 0.7 % (docs/probe.md)."""
 MEASURED_FLOOR = 0.015
 
+AT_LAST = ("buckets", "gather", "moment2", "moment1", "master", "weights")
+"""Parts of a phase that give way to a measurement when nothing else is left, in this order."""
+
 
 class Plane(NamedTuple):
     """A number that is affine in layers at fixed tokens and affine in tokens at fixed layers."""
@@ -59,7 +62,7 @@ class Correction(NamedTuple):
         for phase in phases:
             amount: int = getattr(self, phase.name, 0)
             first = "loss" if phase.name == "loss" else "recompute"
-            for part in (first, "saved_activations", "casts", "gradients"):
+            for part in (first, "saved_activations", "casts", "gradients", *AT_LAST):
                 phase.parts[part] += amount
                 amount = min(0, phase.parts[part])
                 phase.parts[part] -= amount

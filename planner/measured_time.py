@@ -15,6 +15,7 @@ from planner.measured import MeasuredJob, first_layers, same_states
 
 if TYPE_CHECKING:
     from planner.choice import Choice
+    from planner.measured_whole import WholeTime
     from planner.memory.model import MemoryModel
     from planner.time.step import MeasuredTimeSource, TimeModel
 
@@ -28,10 +29,12 @@ MICRO_PHASES = ("forward", "loss", "backward")
 class Probe(NamedTuple):
     """What is said of the seconds of one choice."""
 
-    time: MeasuredTime
+    time: MeasuredTime | WholeTime
     own: bool
     """It ran these knobs. Else it is the nearest of the same layers: what it saw of device and trainer holds for them
     all, so that no choice is ahead because nothing was measured of it."""
+    whole: bool = False
+    """It ran on all ranks of the choice: communication and a host's optimizer are in it."""
 
 
 class MeasuredTime:
@@ -138,6 +141,11 @@ def measured_seconds(memory: MemoryModel, time_of: Callable[[MemoryModel], TimeM
         return known[id(job)]
 
     def measured(choice: Choice) -> Probe | None:
+        ran = memory.whole(choice)
+        if ran is not None:
+            from planner.measured_whole import WholeTime  # it takes from here what it says of itself
+
+            return Probe(WholeTime(ran), own=True, whole=True)
         job = find(choice)
         near = find.nearest(choice) if job is None else job
         time = time_of_job(near) if near is not None else None

@@ -172,9 +172,15 @@ def make_problem(inputs: PlanInput) -> Problem:
     pins = parse_pins(job.pins)
     hardware = hardware_of(inputs, pins)
     shared = memory_job(job, architecture, stack)
-    probes = inputs.measured.jobs if inputs.measured is not None and _is_measured(inputs) else ()
-    jobs = tuple(probe for probe in probes if probe.trainer == job.trainer)
-    memory = MemoryModel(job=shared, hardware=hardware, reserve=job.reserve, source=inputs.source, measured=jobs)
+    seen = inputs.measured if inputs.measured is not None and _is_measured(inputs) else None
+    memory = MemoryModel(
+        job=shared,
+        hardware=hardware,
+        reserve=job.reserve,
+        source=inputs.source,
+        measured=tuple(probe for probe in seen.jobs if probe.trainer == job.trainer) if seen else (),
+        wholes=tuple(whole for whole in seen.wholes if whole.trainer == job.trainer) if seen else (),
+    )
     facts = read_context(
         job,
         architecture,
@@ -204,7 +210,7 @@ def time_model(job: Job, stack: Stack, memory: MemoryModel) -> TimeModel:
     liger = trl_release(stack.versions.get("trl", "")).liger_argument("liger", job.trainer)
     reference, policy = extra_forwards(job)
     measured = None
-    if memory.measured:
+    if memory.measured or memory.wholes:
         from planner.measured_time import measured_seconds  # only plans with a probe pay for it
 
         measured = measured_seconds(memory, lambda small: time_model(job, stack, small))

@@ -24,14 +24,16 @@ from launcher.paths import cache_dir
 if TYPE_CHECKING:
     from planner.architecture import Architecture
     from planner.machine import Machine
-    from planner.measured import Measured, MeasuredJob
+    from planner.measured import Measured
     from planner.stack import Stack
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 """What decides a job's bytes and seconds."""
+ZERO_PACKAGES = (*PACKAGES, "deepspeed")
+"""The same of a plan that ran under ZeRO on all of its ranks."""
 EXPORT_SCHEMA = "trlfit.measurements/1"
 ROOM_BYTES = 2**14
-"""Four times what a measurement takes."""
+"""Four times what a measurement of one rank takes, twice that of eight."""
 MAX_FILE_BYTES = 32 * 2**20
 _RATES_FIELDS = ("card", "name", "threads", "driver")
 Document = Mapping[str, Any]
@@ -81,13 +83,19 @@ def _file_name(document: Document) -> str:
     key: list[Any] = [document.get(name) for name in _RATES_FIELDS]
     if kind != "rates":
         part: Document = document[kind]
-        key += [{package: _public(document["versions"].get(package)) for package in PACKAGES}]
+        key += [{package: _public(document["versions"].get(package)) for package in _packages(document)}]
         key += [part[name] for name in ("trainer", "shape", "vocab", "tied", "options", "lora_r", "choice")]
         key += [sorted((cell["layers"], cell["sequence"]) for cell in part["cells"])] if kind == "whole" else []
     shape = f"{document[kind]['shape'][:16]}-" if kind != "rates" else ""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     card = None if on_cpu else str(document.get("card") or document["name"])
     return f"{device_slug(card, cpu)}.{kind}.{shape}{digest}.json"
+
+
+def _packages(document: Document) -> tuple[str, ...]:
+    """Whose versions a job or a plan was measured with."""
+    choice: Document = document[document["kind"]]["choice"]
+    return ZERO_PACKAGES if str(choice["sharding"]).startswith("zero") else PACKAGES
 
 
 def _public(version: object) -> str | None:
@@ -158,42 +166,48 @@ def measured_for(machine: Machine, stack: Stack, architecture: Architecture, not
             notes.append(f"measured under driver {other}, which is not this machine's {driver}: `trlfit probe` again")
         return None
     from planner.measured import Measured
-    from planner.measured_json import rates_of
+    from planner.measured_json import job_of, rates_of, whole_of
 
     rates = next((rates_of(d) for d in same if d["kind"] == "rates"), None)
-    jobs = tuple(_jobs(same, stack, architecture, notes))
+    usable = list(_of_stack(same, stack, architecture, notes))
+    jobs = [job_of(d) for d in usable if d["kind"] == "job"]
+    wholes = [whole_of(d) for d in usable if d["kind"] == "whole"]
     if rates is not None:
         notes.append(f"this machine's rates are {rates.source}")
-    return Measured(card=card, rates=rates, jobs=jobs) if rates or jobs else None
+    found = Measured(
+        card=card,
+        rates=rates,
+        jobs=tuple(job for job in jobs if job is not None),
+        wholes=tuple(whole for whole in wholes if whole is not None),
+    )
+    return found if found.rates or found.jobs or found.wholes else None
 
 
-def _jobs(
+def _of_stack(
     documents: Iterable[Document], stack: Stack, architecture: Architecture, notes: list[str]
-) -> Iterable[MeasuredJob]:
-    from planner.measured_json import job_of
+) -> Iterable[Document]:
+    """Jobs and plans of the architecture's layers that ran with the stack's versions."""
     from planner.memory.coefficients_json import shape_hash
 
     shape = shape_hash(architecture)
     for document in documents:
-        if document["kind"] != "job" or document["job"]["shape"] != shape:
+        kind = document["kind"]
+        if kind == "rates" or document[kind]["shape"] != shape:
             continue
         versions: Mapping[str, str] = document["versions"]
         other = {
             package: version
-            for package in PACKAGES
+            for package in _packages(document)
             if (version := _public(stack.versions.get(package))) and version != _public(versions.get(package))
         }
         if other:
             listed = ", ".join(f"{package} {_public(versions.get(package)) or 'none'}" for package in other)
-            sentence = (
-                f"a probe of these layers with {listed} is not used for this stack: `trlfit probe --measure` again"
-            )
+            again = "--measure" if kind == "job" else "--whole"
+            sentence = f"a probe of these layers with {listed} is not used for this stack: `trlfit probe {again}` again"
             if sentence not in notes:
                 notes.append(sentence)
             continue
-        job = job_of(document)
-        if job is not None:
-            yield job
+        yield document
 
 
 def card_of(machine: Machine) -> str | None:

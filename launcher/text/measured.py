@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 from launcher.output import table
@@ -20,7 +21,7 @@ BUSY = 1.25
 def measurement_text(document: Document) -> str:
     """One measurement in full."""
     use = (
-        "kept to look at, no plan is corrected by it"
+        "kept for exactly this plan, and no other is corrected by it"
         if document["kind"] == "whole"
         else "kept for plans of this machine"
     )
@@ -60,15 +61,32 @@ def _busy(times: float) -> list[str]:
 
 
 def _job_lines(job: Document) -> list[str]:
-    choice = job["choice"]
+    choice, ranks = job["choice"], _ranks(job)
     offload = f", offload {'+'.join(choice['offload'])}" if choice["offload"] else ""
     lines = [
         f"{job['model']}: {choice['method']}, {choice['weights']} weights, recompute {choice['recompute']}, loss"
         f" {choice['loss_path']}{offload}, {choice['attention']}, {choice['micro_batch']} x {choice['grad_accum']} rows"
+        f"{f', {ranks}' if ranks else ''}"
     ]
-    rows: list[list[str]] = []
+    places = [[f"{cell['layers']}", f"{cell['sequence']:,}"] for cell in job["cells"]]
+    lines.append(_seen_table(("layers", "tokens"), places, job["cells"]))
     for cell in job["cells"]:
-        place = [f"{cell['layers']}", f"{cell['sequence']:,}"]
+        if cell.get("ranks"):
+            own = [[str(rank)] for rank in range(len(cell["ranks"]))]
+            lines.append(_seen_table(("rank",), own, cell["ranks"]))
+    short = [cell["out_of_memory"] for cell in job["cells"] if "out_of_memory" in cell] if ranks else []
+    lines += short
+    if any("peaks" not in cell for cell in job["cells"]):
+        lines.append("plans take a probe into account where all of its cells ran")
+    slowed = max((cell["wall_seconds"]["step_s"] / cell["processor_seconds"]["step_s"]
+                  for cell in job["cells"] if "processor_seconds" in cell), default=1.0)  # fmt: skip
+    return lines + _busy(slowed)
+
+
+def _seen_table(heads: Sequence[str], places: Sequence[list[str]], seen: Sequence[Document]) -> str:
+    """Bytes and seconds by phase, a row for each cell or rank."""
+    rows: list[list[str]] = []
+    for place, cell in zip(places, seen, strict=True):
         if "peaks" not in cell:
             rows.append([*place, cell.get("not_run", "out of memory")])
             continue
@@ -78,19 +96,23 @@ def _job_lines(job: Document) -> list[str]:
                 *place,
                 f"{format_gib(max(peaks.values()), 3)}",
                 *(f"{format_gib(peaks[phase], 3)} / {seconds[phase]:.3f}" for phase in PHASES),
-                f"{seconds['step_s']:.3f}",
+                f"{sum(seconds[name] for name in (*PHASES, 'other')):.3f}",
                 *(format_gib(cell[name], 3) for name in ON_CARD if name in cell),
             ]
         )
-    head = ["layers", "tokens", "peak GiB", *(f"{phase} GiB / s" for phase in PHASES), "step s"]
-    head += [text for name, text in ON_CARD.items() if any(name in cell for cell in job["cells"])]
+    head = [*heads, "peak GiB", *(f"{phase} GiB / s" for phase in PHASES), "step s"]
+    head += [text for name, text in ON_CARD.items() if any(name in cell for cell in seen)]
     rows = [row + [""] * (len(head) - len(row)) for row in rows]
-    lines.append(table(head, rows, right=range(len(head))))
-    if any("peaks" not in cell for cell in job["cells"]):
-        lines.append("plans take a probe into account where all of its cells ran")
-    slowed = max((cell["wall_seconds"]["step_s"] / cell["processor_seconds"]["step_s"]
-                  for cell in job["cells"] if "processor_seconds" in cell), default=1.0)  # fmt: skip
-    return lines + _busy(slowed)
+    return table(head, rows, right=range(len(head)))
+
+
+def _ranks(job: Document) -> str:
+    """``2 ranks of ddp``; nothing where one rank ran."""
+    choice = job["choice"]
+    sizes = (choice[knob] for knob in ("cp", "sp", "tp", "dp_shard", "dp_replicate"))
+    count = prod(sizes)
+    split = "".join(f", {knob} {choice[knob]}" for knob in ("cp", "sp") if choice[knob] > 1)
+    return f"{count} ranks of {choice['sharding']}{split}" if count > 1 else ""
 
 
 def shown_text(kept: Sequence[tuple[str, Document]]) -> str:
@@ -111,9 +133,10 @@ def _summary(document: Document) -> str:
         words += [f"host {rates.host_link / 1e9:,.1f} GB/s"] if rates.host_link else []
         return ", ".join(words)
     job = document[document["kind"]]
+    ranks = _ranks(job)
     choice, tokens = job["choice"], sorted({cell["sequence"] for cell in job["cells"]})
     layers = sorted({cell["layers"] for cell in job["cells"]})
     return (
         f"{job['model']} {choice['method']} {choice['recompute']} {choice['loss_path']},"
-        f" {'/'.join(map(str, layers))} layers, {'/'.join(map(str, tokens))} tokens"
+        f" {'/'.join(map(str, layers))} layers, {'/'.join(map(str, tokens))} tokens{f', {ranks}' if ranks else ''}"
     )

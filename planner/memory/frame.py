@@ -78,7 +78,7 @@ class MemoryFrame:
     def __init__(
         self, parts: MemoryParts, choice: Choice, correct: Callable[[Choice], Correction | None] | None = None
     ) -> None:
-        """``correct``: what a probe adds to a choice at a micro-batch; None where nothing was measured."""
+        """``correct``: what a probe adds to a choice at a batch; None where nothing was measured."""
         self._parts, self._choice, self._correct = parts, choice, correct
         hardware, shared = parts.hardware, parts.shared
         held_by = (choice.sharding, choice.method, choice.weights, choice.mixed_precision)
@@ -107,13 +107,13 @@ class MemoryFrame:
         self.reference = parts.reference_of(choice)
         self._device = parts.device_of(choice)
         self.others_bytes = hardware.others_bytes(choice.num_gpus)
-        self._corrections: dict[int, Correction | None] = {}
+        self._corrections: dict[tuple[int, int], Correction | None] = {}
 
     def verdict(self, micro_batch: int, grad_accum: int) -> Verdict:
         """Whether the choice fits at this micro-batch and accumulation."""
         tensor_bytes, high = self._peak(micro_batch, grad_accum)
         # States are counted exactly, but never is a peak known better than to 2 %, or to 1.5 after a probe.
-        correction = self._correction(micro_batch)
+        correction = self._correction(micro_batch, grad_accum)
         least = tensor_bytes // 50 if correction is None else int(correction.floor * tensor_bytes)
         spread = max(high - tensor_bytes, least)
         device = self._device.device_bytes(tensor_bytes)
@@ -134,7 +134,7 @@ class MemoryFrame:
         forward, forward_bytes, backward, backward_bytes, _ = layers
         loss_bytes = sum(loss)
         rest, error = self.states.rest_bytes, self.activations(micro_batch)[0].relative_error
-        step_bytes, correction = self.step_bytes, self._correction(micro_batch)
+        step_bytes, correction = self.step_bytes, self._correction(micro_batch, grad_accum)
         if correction is not None:
             forward_bytes, loss_bytes = forward_bytes + correction.forward, loss_bytes + correction.loss
             backward_bytes, step_bytes = backward_bytes + correction.backward, step_bytes + correction.step
@@ -169,14 +169,16 @@ class MemoryFrame:
             found = self._activations[micro_batch] = self._parts.activations_of(choice)
         return found
 
-    def _correction(self, micro_batch: int) -> Correction | None:
-        """What a probe adds to the phases at this micro-batch."""
+    def _correction(self, micro_batch: int, grad_accum: int) -> Correction | None:
+        """What a probe adds to the phases at this micro-batch and accumulation."""
         if self._correct is None:
             return None
-        if micro_batch not in self._corrections:
-            choice = replace(self._choice, micro_batch=micro_batch)
-            self._corrections[micro_batch] = self._correct(choice)
-        return self._corrections[micro_batch]
+        key = (micro_batch, grad_accum)
+        if key not in self._corrections:
+            self._corrections[key] = self._correct(
+                replace(self._choice, micro_batch=micro_batch, grad_accum=grad_accum)
+            )
+        return self._corrections[key]
 
     def _walker(self, accumulates: bool) -> LayerWalker:
         walker = self._walkers.get(accumulates)
@@ -229,7 +231,7 @@ class MemoryFrame:
         if self._parts.job.evaluates:
             moments["evaluate"] = self._evaluation(micro_batch, grad_accum)
         found = phases(self.states, self.shard, moments)
-        correction = self._correction(micro_batch)
+        correction = self._correction(micro_batch, grad_accum)
         if correction is not None:
             correction.enter(found)
         load = found[0].parts

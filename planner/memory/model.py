@@ -14,7 +14,7 @@ from planner.memory.phases import Phase
 from planner.memory.states import RoleTable
 
 if TYPE_CHECKING:
-    from planner.measured import Matcher, MeasuredJob
+    from planner.measured import Matcher, MeasuredJob, MeasuredWhole
     from planner.measured_memory import Correction, MeasuredMemory
 
 
@@ -51,8 +51,12 @@ class MemoryModel(MemoryParts):
 
     measured: tuple[MeasuredJob, ...] = ()
     """Probes of the job's layers on this machine."""
+    wholes: tuple[MeasuredWhole, ...] = ()
+    """Plans of the job that ran here, each for its own choice alone."""
     _matching: Matcher | None = field(default=None, init=False)
     _probes: dict[int, MeasuredMemory] = field(default_factory=dict[int, "MeasuredMemory"], init=False)
+    _ran: dict[Choice, MeasuredWhole] | None = field(default=None, init=False)
+    _of_ran: dict[Choice, Correction] = field(default_factory=dict[Choice, "Correction"], init=False)
 
     def frame(self, choice: Choice) -> MemoryFrame:
         """``choice`` at any micro-batch and accumulation.
@@ -60,7 +64,7 @@ class MemoryModel(MemoryParts):
         Raises:
             ValueError: an optimizer that this model does not know.
         """
-        return MemoryFrame(self, choice, self.correction if self.measured else None)
+        return MemoryFrame(self, choice, self.correction if self.measured or self.wholes else None)
 
     def estimate(self, choice: Choice) -> MemoryEstimate:
         """Simulate one optimizer step of ``choice``.
@@ -109,8 +113,25 @@ class MemoryModel(MemoryParts):
             self._matching = Matcher(self.measured, self)
         return self._matching
 
+    def whole(self, choice: Choice) -> MeasuredWhole | None:
+        """The measured run of exactly ``choice``, None where there was none."""
+        if not self.wholes:
+            return None
+        if self._ran is None:
+            from planner.measured_whole import by_choice  # only plans with a probe pay for it
+
+            self._ran = by_choice(self.wholes, self)
+        return self._ran.get(choice)
+
     def correction(self, choice: Choice) -> Correction | None:
         """What a probe adds to the phases of ``choice``, None where none ran its layers."""
+        whole = self.whole(choice)
+        if whole is not None:
+            if choice not in self._of_ran:
+                from planner.measured_whole import whole_correction
+
+                self._of_ran[choice] = whole_correction(self, whole)
+            return self._of_ran[choice]
         if not self.measured:
             return None
         from planner.measured_memory import MeasuredMemory  # only plans with a probe pay for it

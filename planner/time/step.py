@@ -204,7 +204,7 @@ class TimeFrame:
         evidence: str = seconds.evidence
         probe = None
         if model.measured is not None:
-            probe = model.measured(replace(choice, micro_batch=micro_batch))
+            probe = model.measured(replace(choice, micro_batch=micro_batch, grad_accum=grad_accum))
         if probe is not None:
             layers = model.job.architecture.num_layers
             parts, step = probe.time.corrected(parts, choice, layers, tokens, grad_accum, own=probe.own)
@@ -220,7 +220,7 @@ class TimeFrame:
             mfu = (seconds.useful_flops + model.head_flops(choice)) * tokens * grad_accum / step / rates.peak
         if probe is not None and probe.own:
             # Of communication and of the host's optimizer no probe of one rank says anything.
-            error = probe.time.error if self._ranks == 1 and not choice.offload else rates.error
+            error = probe.time.error if probe.whole or (self._ranks == 1 and not choice.offload) else rates.error
             low, high = step * (1 - error), step * (1 + error)
         return TimeEstimate(step, low, high, all_tokens / step, all_tokens / step / self._ranks, mfu, parts, evidence)
 

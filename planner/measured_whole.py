@@ -1,0 +1,68 @@
+"""A plan that ran itself: what it saw counts for exactly that choice, model and length, and for nothing else.
+
+All knobs must be the same, the number of ranks and the accumulation among them: what several ranks add (buckets,
+gathers, waiting for each other) never reaches a plan of one, nor what one saw a plan of several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from planner.measured import PHASES, MeasuredWhole
+from planner.measured_memory import MEASURED_ERROR, Correction
+from planner.measured_time import MEASURED_TIME_ERROR
+from planner.memory.coefficients_json import option_key
+
+if TYPE_CHECKING:
+    from planner.choice import Choice
+    from planner.memory.model import MemoryModel
+
+
+def by_choice(wholes: tuple[MeasuredWhole, ...], model: MemoryModel) -> dict[Choice, MeasuredWhole]:
+    """The measured plans of the model's job by the choice that ran, the newest of each."""
+    job = model.job
+    found: dict[Choice, MeasuredWhole] = {}
+    for whole in wholes:
+        options = model.activation_options(whole.choice)
+        if (
+            whole.is_of(job.architecture, job.seq_len)
+            and whole.options == option_key(job.architecture, options)
+            and (whole.choice.method == "full" or whole.lora_r == job.lora_r)
+        ):
+            found.setdefault(whole.choice, whole)
+    return found
+
+
+def whole_correction(model: MemoryModel, whole: MeasuredWhole) -> Correction:
+    """Bytes that make each phase of the choice that ran what was seen of it."""
+    choice = whole.choice
+    bare = type(model)(
+        job=replace(model.job, evaluates=False),
+        hardware=model.hardware,
+        reserve=model.reserve,
+        source=model.source,
+    )
+    workspace = bare.device_of(choice).workspace_bytes
+    phases = bare.frame(choice).phases(choice.micro_batch, choice.grad_accum)
+    said = {phase.name: phase.bytes + workspace for phase in phases}
+    missed: Mapping[str, int] = {phase: whole.peaks[phase] - said[phase] for phase in PHASES}
+    return Correction(missed["forward"], missed["loss"], missed["backward"], missed["step"], MEASURED_ERROR)
+
+
+class WholeTime:
+    """Seconds of the choice that ran: the step as seen, shared out among its parts as the model has them."""
+
+    error = MEASURED_TIME_ERROR
+
+    def __init__(self, whole: MeasuredWhole) -> None:
+        self._step_s = whole.step_s
+
+    def corrected(
+        self, parts: tuple[float, ...], choice: Choice, layers: int, tokens: int, grad_accum: int, *, own: bool = True
+    ) -> tuple[tuple[float, ...], float]:
+        """Modelled seconds by part of one optimizer step so that they make the step that was seen, and that."""
+        modelled = sum(parts)
+        share = self._step_s / modelled if modelled else 0.0
+        return tuple(part * share for part in parts), self._step_s
