@@ -99,7 +99,8 @@ def _probe_flags(parser: argparse.ArgumentParser) -> None:
     asks.add_argument("--rates", action="store_true", help=about)
     about = "a few steps of the job with real TRL and random weights, at depth 1 and 2 and two lengths"
     asks.add_argument("--measure", action="store_true", help=about)
-    asks.add_argument("--whole", action="store_true", help="three steps of the plan itself, at its full depth")
+    about = "three steps of the plan itself, at its full depth and on all of its ranks"
+    asks.add_argument("--whole", action="store_true", help=about)
     about = "seconds after which a probe is ended (default 120 with --rates, 3600 with --route, else 600)"
     asks.add_argument("--limit", type=count(5, 86_400), metavar="S", help=about)
     route = parser.add_argument_group("try a precision route instead (docs/precision.md); no MODEL tries a small one")

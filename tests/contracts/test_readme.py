@@ -136,6 +136,13 @@ def test_the_page_of_the_job_shows_every_default() -> None:
     assert set(shown["data"]) == set(DataSpec.model_fields)
 
 
+def test_the_commands_without_json() -> None:
+    """`schema` prints nothing else than JSON."""
+    without = [name for name, command in cli.COMMANDS.items() if not command.json]
+    (said,) = re.findall(r"all but (.*?) take", REFERENCE.replace("\n", " "))
+    assert re.findall(r"`(\w+)`", said) == without
+
+
 def test_the_exit_codes() -> None:
     codes = [int(code) for code in re.findall(r"^\| (\d+) \|", REFERENCE, re.MULTILINE)]
     assert codes == [int(code) for code in ExitCode]
