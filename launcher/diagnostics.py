@@ -31,6 +31,11 @@ def report_note(message: str) -> None:
     _write(f"trlfit: {without_controls(message)}")
 
 
+def report_event(line: str) -> None:
+    """A line for a program of ours that reads along."""
+    _write(line)
+
+
 def rewrite_line(message: str) -> None:
     """Replace the line that this wrote last on the terminal; nothing leaves the line empty."""
     shown = f"trlfit: {without_controls(message)}" if message else ""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from typing import Protocol
 
-from launcher.diagnostics import report_note, rewrite_line
+from launcher.diagnostics import report_event, report_note, rewrite_line
 
 BAR_CELLS = 20
+STEPS_AS_EVENTS = "TRLFIT_STEPS"
+"""Environment variable by which the screens ask the command that they start for its steps as lines of JSON too.
+
+They are those of the children, which ``measuring.step_of`` reads.
+"""
 
 
 class Narrator(Protocol):
@@ -40,6 +47,7 @@ class StderrNarrator:
 
     def traced(self, done: int, of: int, seconds: float) -> None:
         """A bar on a terminal; in a log what starts and what it took."""
+        _tell(done, of, "" if done == of else "tracing the model's layers", seconds)
         if _is_terminal():
             filled = BAR_CELLS * done // of
             bar = "#" * filled + "-" * (BAR_CELLS - filled)
@@ -59,10 +67,16 @@ def narrate_step(done: int, of: int, what: str, seconds: float) -> None:
         what: the step that begins, empty when it is over.
         seconds: so far.
     """
+    _tell(done, of, what, seconds)
     if _is_terminal():
         rewrite_line("" if done == of else f"{done + 1} of {of}: {what}, {seconds:.0f} s")
     elif what:
         report_note(f"{done + 1} of {of}: {what}")
+
+
+def _tell(done: int, of: int, what: str, seconds: float) -> None:
+    if os.environ.get(STEPS_AS_EVENTS):
+        report_event(json.dumps({"done": done, "of": of, "what": what, "seconds": seconds}))
 
 
 def _is_terminal() -> bool:

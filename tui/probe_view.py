@@ -5,7 +5,6 @@ It is shown where runs are: the run's screen asks both views the same.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from tui.run_view import RankMemory
 
 LINES = 2000
-_STEP = re.compile(r"(\d+) of (\d+): (.*)")
-"""How the commands narrate a step of a probe in a log."""
 
 
 class ProbeKind(NamedTuple):
@@ -82,13 +79,9 @@ class ProbeView:
         self.line = f"{done} of {of}{': ' + what if what else ''}"
 
     def say(self, text: str) -> None:
-        """Take in what it wrote; lines that tell of a step move the bar."""
-        for written in text.splitlines():
-            line = written.removeprefix("trlfit: ")
-            found = _STEP.fullmatch(line)
-            if found:
-                self.step(int(found[1]) - 1, int(found[2]), found[3])
-            self.lines.append(line)
+        """Take in what it wrote."""
+        for line in text.splitlines():
+            self.lines.append(line.removeprefix("trlfit: "))
             self.num_lines += 1
 
     def end(self, problem: str) -> None:

@@ -166,7 +166,10 @@ def trace_layers(view: ProbeView, job: Job, origins: Mapping[str, str], python: 
 
 
 def measure(view: ProbeView, words: Sequence[str], post: Post) -> None:
-    """Run `trlfit probe` with ``words`` beside the screens: its narration and its result, line by line."""
+    """Run `trlfit probe` with ``words`` beside the screens: its steps, its narration and its result, line by line."""
+    from launcher.evidence.measuring import step_of
+    from launcher.narration import STEPS_AS_EVENTS
+
     process = subprocess.Popen(
         [sys.executable, "-m", "tui", *words],
         stdin=subprocess.DEVNULL,
@@ -175,12 +178,18 @@ def measure(view: ProbeView, words: Sequence[str], post: Post) -> None:
         text=True,
         errors="replace",
         start_new_session=True,
+        env={**os.environ, STEPS_AS_EVENTS: "1"},
     )
     view.end_it = lambda: os.killpg(process.pid, signal.SIGINT)
     last = ""
     assert process.stdout is not None
     with process.stdout as lines:
         for line in lines:
+            step = step_of(line)
+            if step is not None:
+                done, of, what, _ = step
+                post(ProbeStepped(view, done, of, what))
+                continue
             last = line.strip() or last
             post(ProbeSaid(view, line.rstrip("\n")))
     code = process.wait()

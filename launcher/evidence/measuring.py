@@ -44,7 +44,7 @@ def ask_child(
     """
 
     def is_progress(line: bytes) -> bool:
-        step = _progress_of(line)
+        step = step_of(line)
         if step is not None and progress is not None:
             progress(*step)
         return step is not None
@@ -63,7 +63,8 @@ def ask_child(
     return _document(answer, python or sys.executable, what)
 
 
-def _progress_of(line: bytes) -> tuple[int, int, str, float] | None:
+def step_of(line: bytes | str) -> tuple[int, int, str, float] | None:
+    """(done, asked for, what is running, seconds so far) of a line that tells of a step, None of any other."""
     try:
         step: Any = json.loads(line)
         return int(step["done"]), int(step["of"]), str(step.get("what", "")), float(step["seconds"])

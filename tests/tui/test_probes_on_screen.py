@@ -14,6 +14,9 @@ from tui.messages import LayersTraced, PlanMade
 from tui.probe_view import ProbeView
 
 __all__ = ["folder"]
+ROOT = Path(__file__).resolve().parents[2]
+NARRATES = f"import os, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nfrom launcher.narration import narrate_step\n"
+"""Beginning of a script that narrates as the command does."""
 
 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -25,10 +28,11 @@ def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
     monkeypatch.setattr(work_in_threads.sys, "executable", str(python))
 
 
-def test_a_view_takes_steps_from_what_the_command_narrates() -> None:
+def test_a_view_keeps_steps_and_words_apart() -> None:
     view = ProbeView("rates")
     view.say("trlfit: rates on GPU 0: takes about 2.0 GiB\ntrlfit: 2 of 4: streaming")
-    # The second of four has begun: one of them is done.
+    assert view.fraction is None and view.lines[0] == "rates on GPU 0: takes about 2.0 GiB"
+    view.step(1, 4, "streaming")
     assert (view.fraction, view.line) == (0.25, "1 of 4: streaming")
     view.say("bf16 product  41.2 TFLOP/s")
     assert list(view.lines)[-1] == "bf16 product  41.2 TFLOP/s" and view.num_lines == 3
@@ -40,8 +44,8 @@ async def test_a_measurement_is_shown_and_planned_with(folder: Path, monkeypatch
     stand_in(
         folder,
         monkeypatch,
-        "import sys, time\nprint('trlfit: 1 of 3: products', file=sys.stderr, flush=True)\n"
-        "while not __import__('os').path.exists('go'): time.sleep(0.05)\nprint('memory 3,350 GB/s')\n",
+        f"{NARRATES}narrate_step(0, 3, 'products', 0.5)\n"
+        "while not os.path.exists('go'): time.sleep(0.05)\nprint('memory 3,350 GB/s')\n",
     )
     async with session((80, 24)) as (app, pilot):
         edition = app.known.edition
@@ -49,6 +53,7 @@ async def test_a_measurement_is_shown_and_planned_with(folder: Path, monkeypatch
         assert "trlfit probe --job job.yaml --rates" in text
         await go(pilot, "down", "enter")
         await wait_for(pilot, lambda: "0 of 3: products" in screen_text(app))
+        assert "1 of 3: products" in screen_text(app), "the narration stays in the log"
         assert "[5 RUN]" in screen_text(app) and "Probe: rates of this machine, running" in screen_text(app)
         assert "leaving ends it" in await go(pilot, "q")
         await go(pilot, "escape")
@@ -61,7 +66,7 @@ async def test_a_measurement_is_shown_and_planned_with(folder: Path, monkeypatch
 
 
 async def test_a_measurement_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(folder, monkeypatch, "import time\nprint('1 of 2: x', flush=True)\ntime.sleep(600)\n")
+    stand_in(folder, monkeypatch, f"{NARRATES}narrate_step(0, 2, 'x', 0.5)\ntime.sleep(600)\n")
     async with session() as (app, pilot):
         await go(pilot, "P", "down", "enter")
         await wait_for(pilot, lambda: "0 of 2: x" in screen_text(app))
