@@ -13,6 +13,7 @@ from typing import Any
 
 _FOLDER = Path(__file__).with_name("models")
 _INDEX = _FOLDER / "index.json"
+"""Every id and alias -> the stem of its file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +67,6 @@ def nearest(model_id: str, limit: int = 3) -> list[str]:
 
     scored = sorted((-likeness(name), name) for name in _index())
     return [name for score, name in scored[:limit] if score <= -0.6]
-
-
-def index_text() -> str:
-    """What ``index.json`` must hold: every id and alias -> the stem of its file."""
-    names: dict[str, str] = {}
-    for path in sorted(_FOLDER.glob("*--*.json")):
-        document = json.loads(path.read_text(encoding="utf-8"))
-        for name in (document["id"], *document["aliases"]):
-            names[name] = path.stem
-    return json.dumps(dict(sorted(names.items())), indent=1) + "\n"
 
 
 @cache

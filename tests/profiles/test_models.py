@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from profiles import models
-from profiles.models import find_model, index_text, list_models, nearest
+from profiles.models import find_model, list_models, nearest
 
 FOLDER = Path(models.__file__).with_name("models")
 
@@ -33,8 +33,13 @@ ASKED_FOR = _ASKED_FOR.split()
 
 
 def test_the_index_is_current() -> None:
+    names: dict[str, str] = {}
+    for path in FOLDER.glob("*--*.json"):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        names |= dict.fromkeys((document["id"], *document["aliases"]), path.stem)
+    wanted = json.dumps(dict(sorted(names.items())), indent=1) + "\n"
     written = (FOLDER / "index.json").read_text(encoding="utf-8")
-    assert written == index_text(), "write profiles.models.index_text() to profiles/models/index.json"
+    assert written == wanted, f"profiles/models/index.json must hold:\n{wanted}"
 
 
 def test_every_file_is_named_after_its_model_and_names_are_unique() -> None:
