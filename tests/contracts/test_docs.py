@@ -11,10 +11,12 @@ import xml.etree.ElementTree as ElementTree
 from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
+from statistics import mean
 from typing import Any, get_args
 
 import pytest
 
+from benchmarks.times import everything
 from launcher import cli
 from launcher.commands import measure, route
 from launcher.errors import UsageError
@@ -65,6 +67,14 @@ def test_the_constants_of_the_time_model_are_all_there() -> None:
     }
     listed = {name for _, name, _ in CONSTANT.findall(text_of("time.md"))}
     assert numbers == listed - {"CPU_CORE_FLOPS", "CPU_BANDWIDTH", "CPU_BF16_EMULATED"}
+
+
+def test_the_error_of_the_fit_is_what_the_page_says() -> None:
+    errors = [abs(timed.error) for timed in everything() if timed.fitted and not timed.group.startswith("mle")]
+    said = f"fitted together to {len(errors)} published step times"
+    page = " ".join(text_of("time.md").split())
+    assert said in page
+    assert f"mean error {100 * mean(errors):.1f} %, worst {100 * max(errors):.1f} %" in page
 
 
 def test_every_knob_and_its_values() -> None:

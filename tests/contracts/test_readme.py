@@ -16,7 +16,8 @@ import yaml
 from launcher import cli
 from launcher.errors import ExitCode
 from planner.job import DataSpec, Job
-from profiles.models import find_model
+from profiles.cards import load_cards
+from profiles.models import find_model, list_models
 from tests.planner.test_memory_measured import ALLOCATED
 from tests.planner.test_memory_traced import RAN, peak_error
 
@@ -114,6 +115,13 @@ def test_an_example_plans(path: Path, folder: Path, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr()
     assert code in ({0, 3} if yaml.safe_load(path.read_text("utf-8")).get("machine") == "local" else {0}), shown.err
     assert "best plan" in shown.out or "closest first" in shown.out
+
+
+def test_as_much_is_bundled_as_is_said() -> None:
+    models, cards = len(list_models()), len(load_cards())
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"{models} models are bundled" in README and f"lists {cards}." in README
+    assert f"{cards} ids" in REFERENCE and f"{models} models, {cards} cards" in changes
 
 
 def test_every_example_is_listed() -> None:
