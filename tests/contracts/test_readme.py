@@ -180,6 +180,17 @@ def test_the_block_of_numbers_has_the_shape_of_the_output(capsys: pytest.Capture
     assert numbers(written) == pytest.approx(numbers("\n".join(said)), rel=0.03)
 
 
+def test_the_staircase_is_what_its_command_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    (line,) = [line for line in commands(page) if "--goal longest" in line]
+    assert cli.main([*shlex.split(line)[1:], "--json"]) == 0
+    stairs = json.loads(capsys.readouterr().out)["staircase"]
+    table = page[page.index("| recorded by TRL |") :]
+    shown = re.findall(r"^\| .* \| ([\d,]+) \|$", table, re.MULTILINE)
+    lengths = [stair["tokens"] for stair in stairs if stair["lever"] != "no lever"]
+    assert lengths == pytest.approx([int(cell.replace(",", "")) for cell in shown], rel=0.03)
+
+
 def test_the_accuracy_that_is_claimed() -> None:
     claimed = re.findall(r"^\| .* \| (\d+) \| ([\d.]+) % \| ([\d.]+) % \|$", README, re.MULTILINE)
     traced = [abs(peak_error(row)) for row in RAN]
