@@ -1,8 +1,15 @@
 from __future__ import annotations
 
+import signal
 from itertools import groupby
 
 import pytest
+
+# A job in the background of a script is deaf to Ctrl-C, one under nohup to a hang-up, and so is all that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

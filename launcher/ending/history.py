@@ -21,6 +21,8 @@ from launcher.running.run_record import OUTCOME, PLAN, RunRecord, read_json, rea
 from planner.units import format_bytes, format_seconds
 
 HISTORY_FILE = "history.jsonl"
+LONGEST_LINE_BYTES = 1 << 20
+"""Ours are a few KB; what is longer somebody else wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,11 +207,18 @@ def _append(entry: Mapping[str, Any]) -> None:
     data = json.dumps(entry, allow_nan=False).encode() + b"\n"
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
+        locked = False
         with contextlib.suppress(OSError):  # no locks on some network disks; O_APPEND remains
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            locked = True
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            data = b"\n" + data  # a writer died within its line: that one is lost, ours is not
+            whole = _end_of_whole_lines(descriptor, size) if locked else size
+            if whole < size:
+                os.ftruncate(descriptor, whole)
+                size = whole
+            else:
+                data = b"\n" + data
         try:
             written = os.write(descriptor, data)
         except OSError:
@@ -220,6 +229,22 @@ def _append(entry: Mapping[str, Any]) -> None:
             raise OSError(28, "No space left on device", str(path))
     finally:
         os.close(descriptor)
+
+
+def _end_of_whole_lines(descriptor: int, size: int) -> int:
+    """Where a line begins that its writer was killed within; ``size`` where the last line is whole but for its end."""
+    start = max(0, size - LONGEST_LINE_BYTES)
+    tail = os.pread(descriptor, size - start, start)
+    begins = tail.rfind(b"\n") + 1
+    if start and not begins:
+        return size  # nothing that we write is so long
+    try:
+        json.loads(tail[begins:])
+    except RecursionError:
+        return size
+    except ValueError:
+        return start + begins
+    return size
 
 
 def _row(entry: Mapping[str, Any], ended: bool) -> HistoryRow:

@@ -158,12 +158,40 @@ def test_entries_of_the_wrong_shape_do_no_harm(data: Path) -> None:
     assert {found.state for found in history_rows()} == {"unknown"}
 
 
-def test_a_torn_last_line_costs_only_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tail", "kept", "left"),
+    [
+        (b'{"event": "ended", "id": "torn"', [], 0),
+        (b'{"event": "ended", "id": "caf\xc3', [], 0),
+        (b'{"event": "started", "id": "whole", "folder": "/x"}', ["whole"], 0),
+        (b"[" * 100_000, [], 1),
+        (b"x" * (2 << 20), [], 1),
+    ],
+)
+def test_a_last_line_without_its_end(tail: bytes, kept: list[str], left: int, tmp_path: Path) -> None:
+    """One that its writer was killed within is taken away by the next writer; what is somebody else's stays."""
+    append_end(record(tmp_path / "a", name="a"), outcome())
+    with history_path().open("ab") as file:
+        file.write(tail)
+    append_end(record(tmp_path / "b", name="b", day=2), outcome())
+    entries, notes = read_entries()
+    assert [entry["id"] for entry in entries] == ["a", *kept, "b"]
+    assert notes == [f"skipped {left} unreadable line of {history_path()}"] * left
+
+
+def test_without_locks_a_torn_line_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be another writer's that goes on with it."""
+
+    def refuses(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
     append_end(record(tmp_path / "a", name="a"), outcome())
     with history_path().open("ab") as file:
         file.write(b'{"event": "ended", "id": "torn"')
+    monkeypatch.setattr("launcher.ending.history.fcntl.flock", refuses)
     append_end(record(tmp_path / "b", name="b", day=2), outcome())
-    assert [found.id for found in history_rows()] == ["b", "a"]
+    entries, notes = read_entries()
+    assert ([entry["id"] for entry in entries], len(notes)) == (["a", "b"], 1)
 
 
 def test_several_writers_at_once(tmp_path: Path) -> None:
