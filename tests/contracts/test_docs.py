@@ -134,6 +134,14 @@ def test_every_format_is_named() -> None:
     assert named == formats - {"trlfit.trace/1", "trlfit.coefficients/1"}
 
 
+def test_every_variable_of_ours_is_named() -> None:
+    """But for the one by which the screens ask a command of theirs for events."""
+    modules = [p for name in ("launcher", "tui") for p in (ROOT / name).rglob("*.py")]
+    ours = {found for p in modules for found in re.findall(r"\bTRLFIT_[A-Z]+\b", p.read_text(encoding="utf-8"))}
+    pages = text_of("commands.md") + text_of("run-folder.md")
+    assert {name for name in ours if f"`{name}" not in pages} == {"TRLFIT_STEPS"}
+
+
 def test_every_page_is_linked() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [page.name for page in DOCS.glob("*.md") if f"(docs/{page.name})" not in readme] == []
