@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import fields
 from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
@@ -19,8 +20,13 @@ import pytest
 from benchmarks.times import everything
 from launcher import cli
 from launcher.commands import measure, route
+from launcher.ending.history import HistoryRow
+from launcher.ending.log_evidence import Shortage
+from launcher.ending.outcomes import Outcome
+from launcher.ending.run_metrics import Metrics, Predicted
 from launcher.errors import UsageError
 from launcher.flags import FLAG_FIELDS, KNOBS
+from launcher.running.run_record import RunRecord
 from planner import choice
 from planner.advice.comparison import compare
 from planner.advice.old_plan import OldPlan, held_against
@@ -124,6 +130,14 @@ def test_every_module_has_its_room() -> None:
     modules = [p.stem for name in ("planner", "launcher", "tui") for p in (ROOT / name).glob("*.py")]
     homeless = [stem for stem in modules if not stem.startswith("_") and not any(fnmatch(stem, n) for n in named)]
     assert homeless == []
+
+
+@pytest.mark.parametrize(
+    "kind", [HistoryRow, Outcome, Metrics, Predicted, Shortage, RunRecord], ids=lambda k: k.__name__
+)
+def test_every_field_of_a_run_is_explained(kind: type) -> None:
+    page = text_of("run-folder.md")
+    assert [field.name for field in fields(kind) if f"`{field.name}`" not in page] == []
 
 
 def test_every_format_is_named() -> None:
