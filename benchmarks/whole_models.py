@@ -19,7 +19,6 @@ import importlib.metadata
 import math
 import sys
 import time
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,10 +42,9 @@ from trl.trainer import utils as trl_utils
 
 from benchmarks.whole_cases import CASES, Case
 from benchmarks.whole_rows import record
+from tests.launcher.live_storages import LiveStorages
 
 ATEN = torch.ops.aten
-BLOCK_BYTES = 512
-"""The CUDA caching allocator hands out multiples of this."""
 DATA = Path(__file__).resolve().parents[1] / "tests" / "planner" / "data" / "traced_more.jsonl"
 WIDENED = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
@@ -183,21 +181,19 @@ def card(kernels: str) -> Iterator[None]:
 # Counting
 
 
-class Meter(TorchDispatchMode):
+class Meter(LiveStorages, TorchDispatchMode):
     """Bytes of every live storage, the highest of each phase, and on request who holds them then."""
 
     def __init__(self, *, names: bool = False) -> None:
         super().__init__()
-        self.live = 0
-        self.highest: dict[str, int] = {}
+        self.peaks: dict[str, int] = {}
         self.phase = ""
-        self._sizes: dict[int, int] = {}
         self._made: dict[int, str] | None = {} if names else None
         self.holders: Counter[str] = Counter()
 
     def begin(self, phase: str) -> None:
         """From here on what is highest belongs to ``phase``."""
-        self.phase, self.highest[phase] = phase, self.live
+        self.phase, self.peaks[phase] = phase, self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = _all_are_scored(func, args)
@@ -205,31 +201,25 @@ class Meter(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self._see(leaf, func)
+                self.see_of(leaf, func)
         return out
 
-    def _see(self, tensor: Any, func: Any) -> None:
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
-        before = self._sizes.get(address)
-        if size == before:
-            return
-        self._sizes[address] = size
-        self.live += size - (before or 0)
-        if before is None:
-            weakref.finalize(storage, self._gone, address)
-        if self._made is not None:
-            self._made[address] = f"{self.phase} {func} {tuple(tensor.shape)} {str(tensor.dtype)[6:]}"
-        if self.live > self.highest.get(self.phase, 0):
-            self.highest[self.phase] = self.live
-            if self._made is not None and self.live >= max(self.highest.values()):
-                self._snapshot = [(made, self._sizes[key]) for key, made in self._made.items()]
+    def see_of(self, tensor: Any, func: Any) -> None:
+        """Count the storage under what ``func`` returned."""
+        key = tensor.untyped_storage()._cdata
+        before = self.sizes.get(key)
+        self.see(tensor)
+        if self._made is not None and self.sizes[key] != before:
+            self._made[key] = f"{self.phase} {func} {tuple(tensor.shape)} {str(tensor.dtype)[6:]}"
+        if self.live > self.peaks.get(self.phase, 0):
+            self.peaks[self.phase] = self.live
+            if self._made is not None and self.live >= max(self.peaks.values()):
+                self._snapshot = [(made, self.sizes[made_key]) for made_key, made in self._made.items()]
 
-    def _gone(self, address: int) -> None:
-        self.live -= self._sizes.pop(address)
+    def drop(self, key: int) -> None:
+        super().drop(key)
         if self._made is not None:
-            del self._made[address]
+            del self._made[key]
 
     def held(self) -> Counter[str]:
         """Bytes at the highest moment by what made them."""
@@ -362,7 +352,7 @@ def trace(case: Case, meter: Meter) -> dict[str, Any]:
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    phases = {name: meter.highest[f"counted {name}"] for name in ("forward", "backward", "step")}
+    phases = {name: meter.peaks[f"counted {name}"] for name in ("forward", "backward", "step")}
     return {
         "id": case.id,
         "source": case.model.source,

@@ -70,23 +70,23 @@ class ShardMeter(Meter):
     on_host = False
     """What is made now is the host's."""
 
-    def _see(self, tensor: Any, func: Any) -> None:
+    def see_of(self, tensor: Any, func: Any) -> None:
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.elem
         address = tensor.untyped_storage()._cdata
-        if self.on_host and address not in self._sizes:
+        if self.on_host and address not in self.sizes:
             self._host.add(address)
             weakref.finalize(tensor.untyped_storage(), self._host.discard, address)
         if address not in self._host:
-            super()._see(tensor, func)
+            super().see_of(tensor, func)
 
     def move_to_host(self, tensor: Any) -> None:
         """A card's copy is gone when the host has one; here both are the same tensor."""
         address = tensor.untyped_storage()._cdata
-        self.live -= self._sizes[address]
-        self._sizes[address] = 0
+        self.live -= self.sizes[address]
+        self.sizes[address] = 0
         self._host.add(address)
         weakref.finalize(tensor.untyped_storage(), self._host.discard, address)
 
@@ -98,7 +98,7 @@ class ShardMeter(Meter):
         def seen(resize: Any) -> Any:
             def run(tensor: Any) -> None:
                 resize(tensor)
-                self._see(tensor, "fsdp gathered parameter")
+                self.see_of(tensor, "fsdp gathered parameter")
 
             return run
 
@@ -195,7 +195,7 @@ def trace(sharded: ShardedCase, meter: ShardMeter) -> dict[str, Any]:
                 torch.nn.utils.clip_grad_norm_(trained, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-    phases = {name: meter.highest[f"counted {name}"] for name in ("forward", "backward", "step")}
+    phases = {name: meter.peaks[f"counted {name}"] for name in ("forward", "backward", "step")}
     return {
         "id": sharded.id,
         "source": case.model.source,

@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import json
 import sys
-import weakref
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -86,15 +85,12 @@ class Recorder(loss_trace.Counter):
         key = storage._cdata
         if key in self.sizes or not storage.nbytes():
             return
-        self.sizes[key] = -(-storage.nbytes() // 512) * 512
+        super().see(tensor)
         self.numbers[key] = len(self.events)
         self.events.append((len(self.events), storage.nbytes()))
-        self.live += self.sizes[key]
-        self.highest = max(self.highest, self.live)
-        weakref.finalize(storage, self.drop, key).atexit = False
 
     def drop(self, key: int) -> None:
-        self.live -= self.sizes.pop(key)
+        super().drop(key)
         self.events.append((self.numbers.pop(key), 0))
 
     def workspace(self) -> None:

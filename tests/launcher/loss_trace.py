@@ -25,13 +25,13 @@ import logging
 import sys
 import types
 import warnings
-import weakref
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from live_storages import LiveStorages
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -48,25 +48,8 @@ EXTRA = {
 }
 
 
-class Counter(TorchDispatchMode):
-    """Bytes of all live storages, and the most there ever were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.live = self.highest = 0
-
-    def see(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self.sizes:
-            self.sizes[key] = -(-storage.nbytes() // 512) * 512
-            self.live += self.sizes[key]
-            self.highest = max(self.highest, self.live)
-            weakref.finalize(storage, self.drop, key).atexit = False
-
-    def drop(self, key: int) -> None:
-        self.live -= self.sizes.pop(key)
+class Counter(LiveStorages, TorchDispatchMode):
+    """Sees what operators return, answering those that fake tensors cannot."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -12,36 +12,17 @@ import json
 import logging
 import sys
 import warnings
-import weakref
 from pathlib import Path
 from typing import Any
+
+from live_storages import LiveStorages
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 CHILDREN = Path(__file__).resolve().parents[2] / "launcher" / "children"
 
 
-class Peak:
-    """Bytes of all live storages, and the most there ever were."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}
-        self.live = self.highest = 0
-
-    def see(self, tensor: Any) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self.sizes:
-            self.sizes[key] = (storage.nbytes() + 511) // 512 * 512
-            self.live += self.sizes[key]
-            self.highest = max(self.highest, self.live)
-            weakref.finalize(storage, self.drop, key)
-
-    def drop(self, key: int) -> None:
-        self.live -= self.sizes.pop(key)
-
-
-def watching(peak: Peak) -> Any:
+def watching(peak: LiveStorages) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_iter
 
@@ -112,7 +93,7 @@ def peak_of(scenario: dict[str, Any]) -> int:
 
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     model = real_model(scenario)
-    peak = Peak()
+    peak = LiveStorages()
     with FakeTensorMode(allow_non_fake_inputs=True), watching(peak):
         materialise(model)
         states = [torch.zeros_like(p) for p in model.parameters() if p.requires_grad for _ in range(2)]
