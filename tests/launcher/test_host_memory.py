@@ -90,7 +90,7 @@ def trained(sharding: str, *offload: str) -> Run:
     }  # fmt: skip
     command = [
         sys.executable, "-m", "tui", "write", "model", "--dataset", "rows.jsonl", "--machine", "2xH100-80GB",
-        "--seq-len", "64", "--global-batch", "2", "--trl", "max_steps=2", "--trl", "save_steps=2", "--no-check",
+        "--seq-len", "8", "--global-batch", "2", "--trl", "max_steps=2", "--trl", "save_steps=2", "--no-check",
         "--no-trace", "-o", str(folder), "--pin", "gpus=2", "--pin", "recompute=full", "--pin", f"sharding={sharding}",
         "--pin", f"offload={','.join(offload)}", "--pin", "weights=fp32", "--pin", "micro_batch=1",
     ]  # fmt: skip
