@@ -25,11 +25,18 @@ class ProbeKind(NamedTuple):
     word: str
     flags: tuple[str, ...]
     says: str
+    fields: frozenset[str] | None = None
+    """Of the job that its command takes; None is all of them."""
 
 
 KINDS = (
     ProbeKind("trace", (), "count what each layer saves and needs, on the real classes and no data: seconds, no GPU"),
-    ProbeKind("rates", ("--rates",), "measure what this machine reaches: products, memory, links; about 20 s"),
+    ProbeKind(
+        "rates",
+        ("--rates",),
+        "measure what this machine reaches: products, memory, links; about 20 s",
+        frozenset({"machine"}),
+    ),
     ProbeKind("job", ("--measure",), "a few steps of the job here with random weights, at small depth; minutes"),
     ProbeKind("whole", ("--whole",), "three steps of the best plan itself, at its full depth; minutes"),
 )

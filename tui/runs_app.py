@@ -225,7 +225,7 @@ class RunsApp(App[int]):
 
     def _probe_command(self, kind: ProbeKind) -> str:
         python = ("--python", self.known.python) if self.known.python else ()
-        return self.known.session.command("probe", *kind.flags, *python)
+        return self.known.session.command("probe", *kind.flags, *python, fields=kind.fields)
 
     def _start_probe(self, kind: ProbeKind) -> None:
         try:

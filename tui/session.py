@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,13 +162,14 @@ class Session:
         self.file, self.edits = self._before.pop()
         return True
 
-    def command(self, verb: str = "plan", *words: str) -> str:
-        """The command line that asks the same."""
+    def command(self, verb: str = "plan", *words: str, fields: Collection[str] | None = None) -> str:
+        """The command line that asks the same; with ``fields`` it takes no edits but of these."""
         parts = ["trlfit", verb]
         if self.file is not None:
             parts += ["--job", str(self.file)]
         for path, value in self.edits.items():
-            parts += _words(path, value)
+            if fields is None or path in fields:
+                parts += _words(path, value)
         return shlex.join([*parts, *words])
 
     def save(self, path: Path) -> None:

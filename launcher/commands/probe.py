@@ -9,6 +9,7 @@ from dataclasses import replace
 from launcher.errors import EnvironmentLacks, ExitCode, ProbeFailed, UsageError
 from launcher.evidence.coefficient_store import cache_folder, keep, siblings
 from launcher.evidence.tracing import trace
+from launcher.flags import FLAG_FIELDS
 from launcher.narration import StderrNarrator
 from launcher.output import print_json, print_text, table
 from launcher.planning import job_from_args, plan_inputs
@@ -69,6 +70,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise UsageError(f"{measured[0]} and --route ask for two probes; run one after the other")
     kept = next((f"--{name.rstrip('_')}" for name in ("show", "export", "import_") if getattr(args, name)), None)
     kept = "--forget" if args.forget is not None else kept
+    _check_job_flags(args, kept, rates_alone=measured == ["--rates"])
     for name, needs in (("steps", "--route"), ("seeds", "--route"), ("route", ""), ("limit", "what is measured")):
         if getattr(args, name) is None:
             continue
@@ -77,6 +79,22 @@ def _check_flags(args: argparse.Namespace) -> None:
         if needs and not args.route and not (name == "limit" and measured):
             ways = ": --rates, --measure, --whole or --route" if name == "limit" else ""
             raise UsageError(f"--{name} is for {needs}{ways}")
+
+
+def _check_job_flags(args: argparse.Namespace, kept: str | None, *, rates_alone: bool) -> None:
+    if kept:
+        used, why = frozenset[str](), f"{kept} runs no probe; drop it"
+    elif args.route:
+        used, why = frozenset({"model", "dataset"}), "--route takes MODEL and --dataset of a job; drop it"
+    elif rates_alone:
+        used = frozenset({"machine", "job"})
+        why = "--rates measures this machine, whatever the job; drop it, or measure the job with --measure"
+    else:
+        return
+    for name in ("model", "job", *FLAG_FIELDS, "trace"):
+        if name not in used and getattr(args, name) is not None:
+            flag = {"model": args.model, "trace": "--no-trace"}.get(name) or f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag}: {why}")
 
 
 def asked_options(inputs: PlanInput) -> list[ActivationOptions]:

@@ -363,6 +363,15 @@ RUNS = {
     "next-nothing": Case(("launch", "--next"), ("--next needs a run folder that was launched; name one",)),
     "forget-nothing": Case(("probe", "--forget", ""), ("--forget: a WORD is empty; --forget alone removes all",)),
     "two-probes": Case(("probe", "--rates", "--route", "mxfp4-sr"), ("--rates and --route ask for two probes",)),
+    "rates-of-a-model": Case(
+        ("probe", MODEL, "--rates"), (f"{MODEL}: --rates measures this machine, whatever the job", "--measure")
+    ),
+    "rates-of-a-job": Case(("probe", "--rates", "--seq-len", "9k"), ("--seq-len: --rates measures this machine",)),
+    "rates-without-tracing": Case(("probe", "--rates", "--no-trace"), ("--no-trace: --rates measures this machine",)),
+    "route-of-a-job": Case(
+        ("probe", "--route", "mxfp4-sr", "--lora-r", "8"), ("--lora-r: --route takes MODEL and --dataset of a job",)
+    ),
+    "list-of-a-job": Case(("probe", "--show", "--method", "lora"), ("--method: --show runs no probe; drop it",)),
     "steps-of-no-route": Case(("probe", "--rates", "--steps", "9"), ("--steps is for --route",)),
     "limit-of-a-list": Case(("probe", "--show", "--limit", "9"), ("--limit is for probes; --show runs none",)),
     "probe-of-short-rows": Case(

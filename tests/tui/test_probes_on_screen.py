@@ -65,6 +65,15 @@ async def test_a_measurement_is_shown_and_planned_with(folder: Path, monkeypatch
         assert "No run is watched" in await go(pilot, "D")
 
 
+async def test_rates_take_the_machine_of_a_changed_job_and_nothing_else() -> None:
+    async with session((80, 24)) as (app, pilot):
+        app.change("method", "lora")
+        app.change("machine", "cpu")
+        text = await go(pilot, "P")
+        assert "trlfit probe --job job.yaml --machine cpu --rates" in text
+        assert "--method lora --machine cpu --measure" in text
+
+
 async def test_a_measurement_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(folder, monkeypatch, f"{NARRATES}narrate_step(0, 2, 'x', 0.5)\ntime.sleep(600)\n")
     async with session() as (app, pilot):
