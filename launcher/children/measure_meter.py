@@ -7,7 +7,7 @@ import time
 import weakref
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 BLOCK_BYTES = 512
@@ -124,6 +124,23 @@ class _Counter(TorchDispatchMode):
         self.live = self.highest = 0
         self._sizes: dict[int, int] = {}
 
+    def __enter__(self):
+        # FSDP2 empties the storages of gathered weights and fills them again, which no operator shows.
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def resized(storage, *args):
+            done = resize(storage, *args)
+            if storage._cdata in self._sizes:
+                self._note(storage)
+            return done
+
+        torch.UntypedStorage.resize_ = resized
+        return super().__enter__()
+
+    def __exit__(self, *args):
+        torch.UntypedStorage.resize_ = self._resize
+        return super().__exit__(*args)
+
     def take_in_all(self) -> None:
         """Count what exists: weights, states, the batch."""
         gc.collect()
@@ -139,9 +156,17 @@ class _Counter(TorchDispatchMode):
         return out
 
     def _see(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "meta":
+        if is_traceable_wrapper_subclass(tensor):
+            # A rank's share of a sharded one, say: the outer tensor has no bytes of its own.
+            for name in tensor.__tensor_flatten__()[0]:
+                part = getattr(tensor, name)
+                if isinstance(part, torch.Tensor):
+                    self._see(part)
             return
-        storage = tensor.untyped_storage()
+        if tensor.device.type != "meta":
+            self._note(tensor.untyped_storage())
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
         address = storage._cdata
         size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
         before = self._sizes.get(address)

@@ -26,6 +26,7 @@ from launcher.run_text.training_script import keeps_fsdp_outputs, refuse_what_no
 from planner.choice import ZERO, Choice
 from planner.machine import BUSY_BYTES, Card, Machine
 from planner.machine_hardware import cards_by_room
+from planner.memory.states import DTYPE_BYTES
 from planner.problem import PlanInput, Problem
 from planner.units import format_gib
 
@@ -99,15 +100,22 @@ def check_ranks(inputs: PlanInput, problem: Problem, choice: Choice) -> None:
         UsageError: what and why.
         EnvironmentLacks: the ranks' copies of the weights do not fit the host beside what others hold there.
     """
-    if inputs.job.nodes > 1 or inputs.machine.nodes > 1:
-        raise UsageError("--whole: the plan runs on several nodes and a probe on one alone; plan with nodes: 1")
-    refuse_what_no_script_does(run_spec(inputs, choice))
+    spec = run_spec(inputs, choice)
+    refuse_what_no_script_does(spec)
+    if spec.num_nodes > 1:
+        raise UsageError(
+            f"--whole: the plan runs on {spec.num_nodes} nodes and a probe on one alone; pin"
+            f" gpus={spec.processes_per_node}"
+        )
     host = inputs.machine.host
     if host is None or not inputs.machine.usable_cards:
         return
-    needs = problem.judge.memory.estimate(choice).host
-    # No checkpoint is saved.
-    most = needs.process_bytes + max(needs.load_bytes, needs.pinned_bytes + needs.pageable_bytes)
+    memory = problem.judge.memory
+    needs = memory.estimate(choice).host
+    # Every rank makes all weights there; ZeRO-3 cuts them as they are made. No checkpoint is saved.
+    copies = 0 if choice.sharding == "zero3" else choice.num_gpus
+    weights = copies * memory.blocks(choice.method).num_parameters * DTYPE_BYTES[choice.weights]
+    most = needs.process_bytes + max(weights, needs.pinned_bytes + needs.pageable_bytes)
     left = less_margin(host.available_bytes, "cpu", "the host")
     if most > left:
         raise EnvironmentLacks(
