@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from launcher.cli import main
+
+def main() -> int:
+    """Run one command."""
+    try:
+        from launcher.cli import main as headless
+
+        return headless()
+    except KeyboardInterrupt:  # while our modules are still being imported
+        return 130
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,12 +1,19 @@
-"""The console script: arguments go to the headless commands, none on a terminal opens the app."""
+"""The console script: arguments go to the headless commands, none on a terminal opens the app.
+
+What is imported above ``main`` is loaded before anything can catch a Ctrl-C: next to nothing.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 import sys
-from pathlib import Path
-from typing import TextIO
+
+TYPE_CHECKING = False
+"""As in typing, which takes milliseconds to import."""
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import TextIO
 
 CANNOT_DRAW = 4
 """The environment lacks something."""
@@ -36,6 +43,8 @@ def main() -> int:
 
 def _job_file(words: list[str]) -> Path | None:
     """The job file that `trlfit JOB.yaml` opens."""
+    from pathlib import Path
+
     return Path(words[0]) if len(words) == 1 and words[0].endswith((".yaml", ".yml")) else None
 
 

@@ -66,6 +66,25 @@ def test_the_console_script_loads_neither_textual_nor_the_commands() -> None:
     assert found & (SCREEN | STACK | {"launcher"}) == set()
 
 
+@pytest.mark.parametrize("door", ["tui.__main__", "launcher.__main__"])
+def test_next_to_nothing_is_imported_before_ctrl_c_is_caught(door: str) -> None:
+    package = door.partition(".")[0]
+    code = (
+        "import sys\nbefore = set(sys.modules)\n"
+        f"from {door} import main\n"
+        f"assert set(sys.modules) - before <= {{'__future__', 'gc', {package!r}, {door!r}}}, set(sys.modules) - before\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'argparse':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "sys.argv = ['trlfit', 'plan']\n"
+        "sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_the_probe_sees_what_is_loaded() -> None:
     assert {"textual", "rich"} <= loaded("import tui.app")
 
