@@ -72,7 +72,8 @@ def test_next_to_nothing_is_imported_before_ctrl_c_is_caught(door: str) -> None:
     code = (
         "import sys\nbefore = set(sys.modules)\n"
         f"from {door} import main\n"
-        f"assert set(sys.modules) - before <= {{'__future__', 'gc', {package!r}, {door!r}}}, set(sys.modules) - before\n"
+        "new = set(sys.modules) - before\n"
+        f"assert new <= {{'__future__', 'gc', {package!r}, {door!r}}}, new\n"
         "class Interrupted:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name == 'argparse':\n"
