@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-PACKAGES = Path(__file__).resolve().parents[1]
+PACKAGES_FOLDER = Path(__file__).resolve().parents[1]
 """Where our packages lie: a process started here finds them by ``-m``."""
 
 

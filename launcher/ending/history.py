@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -226,7 +227,7 @@ def _append(entry: Mapping[str, Any]) -> None:
             raise
         if written < len(data):
             os.ftruncate(descriptor, size)
-            raise OSError(28, "No space left on device", str(path))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
 

@@ -38,7 +38,7 @@ INITIAL_NAMESPACE = "pid:[4026531836]"
 """Where pids are those of the kernel's log (PROC_PID_INIT_INO, include/linux/proc_ns.h)."""
 
 
-def judge(folder: Path, exit_code: int | None, number: int | None, around: Circumstances) -> Outcome:
+def judge_folder(folder: Path, exit_code: int | None, number: int | None, around: Circumstances) -> Outcome:
     """The outcome that a folder's log, metrics and plan speak for, without times.
 
     Args:
@@ -109,7 +109,7 @@ def settle(
         return outcome
     around = replace(kernel_kills_since(record) if same_boot else Circumstances(), lost=lost)
     outcome = replace(
-        timed(judge(folder, None, None, around), record, ended_at),
+        timed(judge_folder(folder, None, None, around), record, ended_at),
         by=by,
         ended_processes=report.ended,
         left_processes=report.left,

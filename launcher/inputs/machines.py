@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from launcher.errors import UsageError
+from launcher.inputs.validation_text import short
 from planner.machine import MACHINE_SCHEMA, MAX_NODES, Machine
 from planner.named_machine import named_machine
 from profiles.cards import CardNotFound, find_card
@@ -86,8 +87,7 @@ def _named(text: str, nodes: int) -> Machine:
     num_cards = int(count[:12]) if count else 1
     if not 1 <= num_cards <= MAX_CARDS:
         raise UsageError(
-            f"--machine {_short(text)}: a node has 1 to {MAX_CARDS} cards, not {_short(count)}; "
-            "more of them take --nodes"
+            f"--machine {short(text)}: a node has 1 to {MAX_CARDS} cards, not {short(count)}; more of them take --nodes"
         )
     try:
         profile = find_card(match["card"])
@@ -97,18 +97,12 @@ def _named(text: str, nodes: int) -> Machine:
 
 
 def _not_found(text: str, card: str, missing: CardNotFound) -> str:
-    where = f"--machine {_short(text)}"
+    where = f"--machine {short(text)}"
     if missing.ambiguous:
-        return f"{where}: {_short(card)!r} may be {', '.join(missing.candidates)}; write one of them"
+        return f"{where}: {short(card)!r} may be {', '.join(missing.candidates)}; write one of them"
     if missing.candidates:
-        return f"{where}: no card {_short(card)!r}; nearest: {', '.join(missing.candidates)} (`trlfit cards` lists all)"
-    return f"{where}: no card {_short(card)!r} (`trlfit cards` lists them); {_HINT}"
-
-
-def _short(text: str) -> str:
-    """Cut, and without signs that would move a terminal's cursor."""
-    cut = text if len(text) <= 40 else text[:37] + "..."
-    return cut if cut.isprintable() else repr(cut)[1:-1]
+        return f"{where}: no card {short(card)!r}; nearest: {', '.join(missing.candidates)} (`trlfit cards` lists all)"
+    return f"{where}: no card {short(card)!r} (`trlfit cards` lists them); {_HINT}"
 
 
 def _is_path(text: str) -> bool:
@@ -138,7 +132,7 @@ def _from_file(text: str, nodes: int) -> Machine:
         raise UsageError(f"{text} is not a text file; {_HINT}") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"machine file {_short(text)} cannot be read: {reason}") from None
+        raise UsageError(f"machine file {short(text)} cannot be read: {reason}") from None
     machine = machine_from_json(document, where=text)
     machine.origin = "file"
     machine.spec = text
@@ -169,7 +163,7 @@ def machine_from_json(document: str, where: str) -> Machine:
     schema: Any = data["schema"]  # pyright: ignore[reportUnknownVariableType]
     if schema != MACHINE_SCHEMA:
         raise UsageError(
-            f"{where} has schema {_short(str(schema))}, not {MACHINE_SCHEMA}: "  # pyright: ignore[reportUnknownArgumentType]
+            f"{where} has schema {short(str(schema))}, not {MACHINE_SCHEMA}: "  # pyright: ignore[reportUnknownArgumentType]
             "take one with `trlfit gpus --json`"
         )
     try:

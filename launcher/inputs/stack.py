@@ -13,6 +13,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from launcher.errors import EnvironmentLacks, UsageError
+from launcher.inputs.validation_text import short
 from planner.stack import PACKAGES, Origin, Stack
 from profiles.stacks import load_packages
 
@@ -86,7 +87,7 @@ def _checked(stated: Mapping[str, str]) -> dict[str, str | None]:
     for name, version in stated.items():
         package = name.strip().casefold().replace("_", "-")
         if package not in PACKAGES:
-            raise UsageError(f"--stack {_short(name)}={_short(version)}: {_unknown(package)}")
+            raise UsageError(f"--stack {short(name)}={short(version)}: {_unknown(package)}")
         text = version.strip()
         if text.casefold() in _ABSENT:
             wanted[package] = None
@@ -96,7 +97,7 @@ def _checked(stated: Mapping[str, str]) -> dict[str, str | None]:
         except ValueError:  # Also thousands of digits, which Python refuses to read.
             newest = load_packages()[package].newest
             raise UsageError(
-                f"--stack {package}={_short(version)}: not a version; write for example "
+                f"--stack {package}={short(version)}: not a version; write for example "
                 f"{package}={newest}, or {package}=none"
             ) from None
         wanted[package] = text
@@ -109,10 +110,6 @@ def _unknown(package: str) -> str:
     near = difflib.get_close_matches(package[:64], PACKAGES, n=1)
     hint = f"did you mean {near[0]}" if near else f"it is one of {', '.join(PACKAGES)}"
     return f"no package that a plan depends on; {hint}"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def inspect_stack(python: str | None = None, *, limit_s: float = TIME_LIMIT_S) -> Stack:
@@ -192,7 +189,7 @@ def _located(python: str | None) -> str:
             gone = f"a link to {path.readlink()}, which" if path.is_symlink() else "not there"
             raise EnvironmentLacks(f"--python {python} is {gone}" + (" is not there" if path.is_symlink() else ""))
     except (OSError, ValueError) as error:
-        raise EnvironmentLacks(f"--python {_short(python)}: {error}") from None
+        raise EnvironmentLacks(f"--python {short(python)}: {error}") from None
     if not os.access(path, os.X_OK):
         raise EnvironmentLacks(f"--python {python} is not executable")
     return str(path.absolute())

@@ -13,6 +13,8 @@ from planner.job import Job
 
 MAX_SHOWN = 60
 """Characters of the user's own text that an error line repeats."""
+MAX_SHORT = 40
+"""Characters of a name or a version that was typed."""
 MAX_PATH = 200
 """Characters of a path: whoever typed it must recognise it."""
 
@@ -46,6 +48,12 @@ EXAMPLES = {
     "pins": "{recompute: full}",
 }
 """Fields that hold more than one value, as a job file writes them."""
+
+
+def short(text: str) -> str:
+    """``text`` without quotes, cut, and without signs that would move a terminal's cursor."""
+    cut = text if len(text) <= MAX_SHORT else text[: MAX_SHORT - 3] + "..."
+    return cut if cut.isprintable() else repr(cut)[1:-1]
 
 
 def shown(value: object, limit: int = MAX_SHOWN) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launcher.ending.outcomes import Outcome
 from launcher.ending.run_metrics import as_mapping
-from launcher.paths import PACKAGES
+from launcher.paths import PACKAGES_FOLDER
 from launcher.running.guard import die_with_parent
 
 PLANNING_S = 900.0
@@ -44,7 +44,7 @@ def plan_next(folder: Path, outcome: Outcome, pause: Callable[[], bool]) -> Next
         try:
             child = subprocess.Popen(
                 [sys.executable, "-m", "launcher.running.next_plan", str(folder)],
-                cwd=PACKAGES,
+                cwd=PACKAGES_FOLDER,
                 stdin=question,
                 stdout=answer,
                 stderr=subprocess.DEVNULL,

@@ -19,9 +19,9 @@ from typing import Literal
 from launcher.ending.judgement import Circumstances
 from launcher.ending.outcomes import Outcome
 from launcher.ending.run_metrics import as_integer, as_mapping, read_metrics
-from launcher.ending.settling import KILLED, judge, last_write, settle, timed
+from launcher.ending.settling import KILLED, judge_folder, last_write, settle, timed
 from launcher.errors import EnvironmentLacks, TrainingFailed, UsageError
-from launcher.paths import PACKAGES
+from launcher.paths import PACKAGES_FOLDER
 from launcher.running import processes
 from launcher.running.checkpoints import disk_need, last_checkpoint
 from launcher.running.processes import GRACE_S, Boot, Host
@@ -137,7 +137,7 @@ def start_run(
     command = [sys.executable, "-m", "launcher.running.supervisor", str(folder), "--detach"]
     with subprocess.Popen(
         [*command, *terms],
-        cwd=PACKAGES,
+        cwd=PACKAGES_FOLDER,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -291,7 +291,7 @@ def _unstarted(folder: Path) -> RunState:
         raise UsageError(f"{folder} is not a run folder: it has no {COMMAND}")
     metrics = read_metrics(folder / METRICS)
     if metrics.ended:
-        outcome = judge(folder, 0, None, Circumstances())
+        outcome = judge_folder(folder, 0, None, Circumstances())
         by_hand = f"run by hand with bash {COMMAND}"
         return RunState(folder=folder, stage="finished", outcome=outcome, note=by_hand)
     note = f"has rows of a run by hand with bash {COMMAND}" if metrics.started else None
@@ -305,7 +305,7 @@ def _elsewhere(folder: Path, record: RunRecord) -> RunState:
         note = f"on host {record.host}"
         return RunState(folder=folder, stage="running", record=record, note=note)
     lost = f"host {record.host} has not reported for {format_seconds(silent_s)}"
-    outcome = timed(judge(folder, None, None, Circumstances(lost=lost)), record, last_write(folder))
+    outcome = timed(judge_folder(folder, None, None, Circumstances(lost=lost)), record, last_write(folder))
     if outcome.kind == "killed":
         outcome = replace(outcome, kind="node_lost", sentence=f"node lost: {lost}")
     # Not written: the host may only be cut off, and will then write its own.
@@ -322,7 +322,7 @@ def _is_copy(folder: Path, record: RunRecord) -> bool:
 
 def _copied(folder: Path, record: RunRecord) -> RunState:
     lost = f"this is a copy of {record.folder}, made before its end"
-    outcome = timed(judge(folder, None, None, Circumstances(lost=lost)), record, last_write(folder))
+    outcome = timed(judge_folder(folder, None, None, Circumstances(lost=lost)), record, last_write(folder))
     return RunState(folder=folder, stage="stale", record=record, outcome=outcome, note=lost)
 
 

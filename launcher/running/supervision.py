@@ -9,17 +9,17 @@ import contextlib
 import os
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from launcher.diagnostics import report_note
 from launcher.ending import history
 from launcher.ending.outcomes import Outcome
 from launcher.ending.run_metrics import Predicted, as_number
-from launcher.ending.settling import judge, keep_outcome, kernel_kills_since, timed
+from launcher.ending.settling import judge_folder, keep_outcome, kernel_kills_since, timed
 from launcher.running import processes
 from launcher.running.checkpoints import last_checkpoint, set_incomplete_aside
 from launcher.running.guard import adopt_orphans, keep_guard, spawn
@@ -118,7 +118,7 @@ class Supervisor:
         problems = keep_outcome(self._folder, record, outcome)
         with contextlib.suppress(OSError):  # what cannot be written may not be complained of either
             for sentence in problems:
-                _complain(sentence)
+                report_note(sentence)
             (self._folder / STOP_REQUEST).unlink(missing_ok=True)
         self._dismiss_guard()
         release(self._folder, lock)
@@ -279,9 +279,9 @@ class Supervisor:
             kernel_kills_since(record, self._pids), stop=_who_stopped(request) if stopped else None, hung=hung
         )
         if status is not None and status < 0:
-            outcome = judge(self._folder, None, -status, around)
+            outcome = judge_folder(self._folder, None, -status, around)
         else:
-            outcome = judge(self._folder, status, None, around)
+            outcome = judge_folder(self._folder, status, None, around)
         return replace(
             timed(outcome, record, utc_now() if status is None else ended_at),
             by="supervisor",
@@ -315,11 +315,6 @@ class Supervisor:
         )
         self._reap()
         return report
-
-
-def _complain(sentence: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"trlfit: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _new_record(folder: Path, terms: Terms) -> RunRecord:
