@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
@@ -189,6 +189,23 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", metavar="PATH", help=PYTHON_HELP)
     about = "closed forms instead of a trace of seconds for a model that is neither bundled nor cached"
     parser.add_argument("--no-trace", dest="trace", action="store_const", const=False, help=about)
+
+
+def refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Refuse the first of some flags that was given: ignored in silence, it would make the answer a lie.
+
+    Args:
+        args: the parsed command line.
+        names: argparse destinations whose default is None.
+        why: what the flag has no place beside, and what to do.
+
+    Raises:
+        UsageError: which flag, and why.
+    """
+    for name in names:
+        if getattr(args, name) is not None:
+            flag = {"model": args.model, "trace": "--no-trace"}.get(name) or f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag}: {why}")
 
 
 def job_flags(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:

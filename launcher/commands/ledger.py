@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from launcher.errors import ExitCode, UsageError
-from launcher.flags import FLAG_FIELDS
+from launcher.flags import FLAG_FIELDS, refuse_given
 from launcher.output import print_json, print_text
 from launcher.planning import choice_from_args
 from launcher.text.plan import ledger_text, textbook_text
@@ -61,7 +61,7 @@ TEXTBOOK_FLAGS = (
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Refuse flags that the other kind of ledger reads: ignored in silence, they would make its figures a lie."""
+    """Refuse flags that the other kind of ledger reads."""
     if args.textbook:
         foreign = [name for name in (*FLAG_FIELDS, "job", "python", "trace") if name != "seq_len"]
         if args.model is not None:
@@ -69,9 +69,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         hint = "--textbook reads stated sizes alone; drop it"
     else:
         foreign, hint = list(TEXTBOOK_FLAGS), "it belongs to the textbook count; add --textbook"
-    for name in foreign:
-        if getattr(args, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')}: {hint}")
+    refuse_given(args, foreign, hint)
 
 
 TEXTBOOK_LIMITS: dict[str, tuple[float, float]] = {

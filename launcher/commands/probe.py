@@ -9,7 +9,7 @@ from dataclasses import replace
 from launcher.errors import EnvironmentLacks, ExitCode, ProbeFailed, UsageError
 from launcher.evidence.coefficient_store import cache_folder, keep, siblings
 from launcher.evidence.tracing import trace
-from launcher.flags import FLAG_FIELDS
+from launcher.flags import FLAG_FIELDS, refuse_given
 from launcher.narration import StderrNarrator
 from launcher.output import print_json, print_text, table
 from launcher.planning import job_from_args, plan_inputs
@@ -91,10 +91,7 @@ def _check_job_flags(args: argparse.Namespace, kept: str | None, *, rates_alone:
         why = "--rates measures this machine, whatever the job; drop it, or measure the job with --measure"
     else:
         return
-    for name in ("model", "job", *FLAG_FIELDS, "trace"):
-        if name not in used and getattr(args, name) is not None:
-            flag = {"model": args.model, "trace": "--no-trace"}.get(name) or f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag}: {why}")
+    refuse_given(args, (name for name in ("model", "job", *FLAG_FIELDS, "trace") if name not in used), why)
 
 
 def asked_options(inputs: PlanInput) -> list[ActivationOptions]:

@@ -351,6 +351,7 @@ BOOKS = {
     "card-nan": book("--card-gib", "nan", says="--card-gib nan is out of range"),
     "model": Case(("ledger", MODEL, "--textbook"), ("--textbook counts stated sizes, not a model",)),
     "flag-of-a-job": book("--pin", "cp=1", says="--pin: --textbook reads stated sizes alone; drop it"),
+    "tracing-of-a-book": book("--no-trace", says="--no-trace: --textbook reads stated sizes alone"),
     "flag-of-the-book": Case(("ledger", MODEL, *H100, "--params", "8e9"), ("add --textbook",)),
 }
 
