@@ -75,8 +75,8 @@ def rooms_of(machine: Machine, choice: Choice) -> RankRooms:
     chosen = sorted(cards_by_room(machine)[:ranks], key=lambda card: card.index)
     if len(chosen) < ranks:
         raise UsageError(
-            f"--whole: the plan takes {ranks} ranks and this machine has {len(chosen)} cards; a probe runs on one node"
-            " alone"
+            f"--whole: the plan takes {ranks} ranks and a run here {len(chosen)} card{'s' if len(chosen) > 1 else ''};"
+            " a probe runs on one node alone"
         )
     busy = [str(card.index) for card in chosen if card.used_bytes >= BUSY_BYTES]
     if busy:

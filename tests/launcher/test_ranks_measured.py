@@ -64,7 +64,7 @@ def test_ranks_take_the_cards_of_the_run_and_leave_a_margin_on_each() -> None:
     assert rooms.memory_bytes == tuple(card.free_bytes - int(0.05 * card.free_bytes) for card in machine.cards[1:3])
     with pytest.raises(EnvironmentLacks, match="others work on card 0 of the 2"):
         rooms_of(cards(30, 0), FSDP)
-    with pytest.raises(UsageError, match="takes 2 ranks and this machine has 1 cards"):
+    with pytest.raises(UsageError, match="takes 2 ranks and a run here 1 card;"):
         rooms_of(cards(0), FSDP)
     cpu = Machine(origin="cpu", spec="cpu", host=Host(total_bytes=64 * GIB, available_bytes=40 * GIB, cores=4))
     assert rooms_of(cpu, DDP).memory_bytes == (18 * GIB, 18 * GIB)
