@@ -15,6 +15,7 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.worker import Worker, WorkerState
 
+from launcher.diagnostics import report_note
 from launcher.errors import TrlfitError
 from tui import asked, work_in_threads
 from tui.ascii import draw_in_ascii
@@ -78,6 +79,8 @@ class TrlfitApp(RunsApp):
     .-ascii _Box > Vertical, _Box.-ascii > Vertical { border: ascii $primary; }
     .-ascii #edit-choices { border-top: ascii $panel-lighten-2; }
     .-ascii Toast { border-left: ascii $panel-lighten-2; }
+    .-ascii CommandPalette #--input, .-ascii CommandPalette CommandList { border: ascii $panel-lighten-2; }
+    .-ascii CommandPalette LoadingIndicator { display: none; }
     """
     MODES: ClassVar[dict[str, str | Callable[[], Screen[Any]]]] = {
         "goal": GoalScreen,
@@ -119,6 +122,13 @@ class TrlfitApp(RunsApp):
         if self.known.unicode or shown.isascii():
             return shown
         return "Bksp" if binding.key == "backspace" else shown_key(binding.key)
+
+    def action_command_palette(self) -> None:
+        """The palette, in signs that every terminal has."""
+        from textual.command import CommandPalette
+
+        if not any(isinstance(screen, CommandPalette) for screen in self.screen_stack):
+            self.push_screen(CommandPalette(id="--command-palette", placeholder="Search for commands"))
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """The palette: every screen, every key of the one in front, and the themes."""
@@ -235,13 +245,13 @@ class TrlfitApp(RunsApp):
         return None
 
     def action_leave(self) -> None:
-        if any(worker.group == "launch" and not worker.is_finished for worker in self.workers):
+        if self.known.launching:
             text = f"{self.known.launching}\nIt is not started yet, and leaving drops it."
             self.push_screen(Question("Quit", text, [("d", "drop it and quit")]), self._left)
             return
         probe, view = self.known.probe, self.known.run_view
         if probe is not None and probe.is_live and not probe.is_aside:
-            text = f"The {probe.name} is running, and leaving ends it."
+            text = f"A probe is running ({probe.name}), and leaving ends it."
             self.push_screen(Question("Quit", text, [("d", "end it and quit")]), self._left)
             return
         if view is None or not view.is_live:
@@ -290,7 +300,10 @@ class TrlfitApp(RunsApp):
 
     def inspect_data(self) -> None:
         """Look at the first rows of the data."""
-        if self.known.outcome is None or not self.known.outcome.problem.inputs.job.data.dataset:
+        if self.known.outcome is None:
+            self.notify("the data is looked at when there is a plan; `Checks` says what it waits for")
+            return
+        if not self.known.outcome.problem.inputs.job.data.dataset:
             self.notify("name the data first")
             return
         inputs = self.known.outcome.problem.inputs
@@ -372,5 +385,9 @@ class TrlfitApp(RunsApp):
 
 
 def run_app(file: Path | None = None) -> int:
-    """Open the app; returns an exit code."""
-    return TrlfitApp(file).run() or 0
+    """Open the app; returns an exit code. A job that no file has is said as a command line."""
+    app = TrlfitApp(file)
+    code = app.run() or 0
+    if app.known.session.is_unsaved:
+        report_note(f"the job is in no file; the same again: {asked.command(app.known.session, app.known.cards)}")
+    return code

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from launcher.errors import TrlfitError, UsageError
-from planner.units import format_bytes, format_count, format_gib, format_seconds
+from planner.units import format_bytes, format_count, format_seconds
 from tui import lengths
+from tui.cells import size_words
 from tui.fields import Field
 from tui.session import Session
 
@@ -27,6 +28,8 @@ Json = Mapping[str, Any]
 NO_DATA = "no data is named yet: 1, then Enter on data"
 """Before anything is written or run."""
 _FLAG = re.compile(r"(?<![\w-])--(?=[a-z])")
+SLOW_STEP_S = 3600.0
+"""A run with such a step fits, and nobody wants it."""
 TAKEN_BYTES = 256 * 2**20
 """More than this taken on a card since planning is said; less is a driver's breath."""
 
@@ -61,8 +64,24 @@ def is_of(plan: Json, session: Session) -> bool:
     return (job.model, job.method, job.machine) == tuple(plan["job"][name] for name in ("model", "method", "machine"))
 
 
-def checks(plan: Json | None, problem: str, status: str, report: DataReport | None, data_line: str) -> list[str]:
-    """What speaks for or against the job, what decides first: the plan, its notes, the data, the stack."""
+def checks(
+    plan: Json | None,
+    problem: str,
+    status: str,
+    report: DataReport | None,
+    data_line: str,
+    left_out: Sequence[int] = (),
+) -> list[str]:
+    """What speaks for or against the job, what decides first: the plan, its notes, the data, the stack.
+
+    Args:
+        plan: the plan document, if there is one.
+        problem: why there is none.
+        status: what is being done for the next one.
+        report: on the data.
+        data_line: what was just asked for about the data.
+        left_out: cards of this machine that were left out on the screen.
+    """
     lines = [f"no    {on_screen(problem)}"] if problem else ([f"...   {status}"] if status else [])
     if data_line:  # what was just asked for
         lines.append(f"data  {data_line}")
@@ -72,7 +91,11 @@ def checks(plan: Json | None, problem: str, status: str, report: DataReport | No
         notes = [*plan["notes"], *(best["warnings"] if best is not None else ())]
         lines += [f"note  {on_screen(note)}" for note in notes]
         # That there is no card is said in their place.
-        lines += [f"note  {note}" for note in plan["machine"]["notes"] if plan["machine"]["cards"]]
+        about_cards = plan["machine"]["notes"] if plan["machine"]["cards"] else ()
+        if left_out:
+            lines.append(f"note  left out above: card {', '.join(map(str, left_out))}")
+            about_cards = [note for note in about_cards if not note.startswith("CUDA_VISIBLE_DEVICES=")]
+        lines += [f"note  {note}" for note in about_cards]
     if report is not None and plan is not None:
         lines.append(f"data  {lengths.words(report.lengths, plan['job']['seq_len'])}")
     if plan is not None:
@@ -89,7 +112,9 @@ def _verdict(plan: Json, *, is_older: bool) -> str:
     memory, time = plan["best"]["memory"], plan["best"]["time"]
     pace = f", {format_seconds(time['step_s'])} a step" if time else ""
     where = "of each card" if plan["machine"]["cards"] else "of this machine's memory"
-    return f"{'was' if is_older else 'ok':<6}the best plan takes {format_gib(memory['device_bytes'])} GiB {where}{pace}"
+    is_slow = bool(time) and time["step_s"] >= SLOW_STEP_S
+    word = "was" if is_older else ("slow" if is_slow else "ok")
+    return f"{word:<6}the best plan takes {size_words(memory['device_bytes'])} {where}{pace}"
 
 
 def finding(field: Field, plan: Json | None, report: DataReport | None) -> str:
@@ -110,7 +135,9 @@ def finding(field: Field, plan: Json | None, report: DataReport | None) -> str:
         return machine_words(plan["machine"])
     if field.path == "data.dataset":
         if report is None:
-            return "i counts the tokens of its first rows" if plan["job"]["data"]["dataset"] else field.says
+            named = plan["job"]["data"]["dataset"]
+            hub = "" if not named or Path(named).expanduser().exists() else "no file of this name here: a hub id; "
+            return f"{hub}i counts the tokens of its first rows" if named else field.says
         rows = f"{report.num_rows:,} rows" if report.num_rows is not None else "rows not counted"
         return f"{rows}, {report.format}; {report.sampled_rows:,} looked at"
     if field.path == "seq_len" and report is not None:
@@ -205,7 +232,7 @@ def launch_text(
     text = Text()
     text.append(f"{folder}\n", "bold")
     text.append(f"{', '.join(files)}\n")
-    text.append(f"{format_gib(memory['allocated_bytes'])} GiB allocated per process{pace}\n")
+    text.append(f"{size_words(memory['allocated_bytes'])} allocated per process{pace}\n")
     text.append(f"\nbash {shlex.quote(str(folder / 'command.sh'))}\n", "bold")
     lines = [line for line in files["command.sh"].splitlines() if line and not line.startswith("#")]
     text.append("\n".join(f"  {line}" for line in lines))

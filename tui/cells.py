@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from planner.units import format_gib, format_rate, format_seconds
+from planner.units import GIB, format_bytes, format_gib, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from launcher.nvml.gpus import CardSample
@@ -19,15 +19,16 @@ PLAN_COLUMNS = (
     "verdict",
 )  # fmt: skip
 SHORT_OFFLOAD = {"activations": "act", "optimizer": "opt", "params": "par"}
-DOES_NOT_FIT = "over"
-"""In place of a rank."""
+OVER, OVER_HOST = "over", "host"
+"""In place of a rank: what a choice does not fit, the card (with reserve and interval) or the host's memory."""
 
 
 def card_row(card: Card, sample: CardSample | None) -> tuple[str, ...]:
     """One card; the last sample over the first reading."""
     now: Card | CardSample = card if sample is None or sample.problem else sample
     name = card.name.removeprefix("NVIDIA ") + ("" if card.usable else " (not usable)")
-    others = ", ".join(f"pid {p.pid} {p.name or '?'} ({p.user or '?'})" for p in now.processes) or "none"
+    nobody = "not in sight" if "processes" in now.unknown else "none"
+    others = ", ".join(f"pid {p.pid} {p.name or '?'} ({p.user or '?'})" for p in now.processes) or nobody
     return (
         str(card.index),
         name,
@@ -51,7 +52,7 @@ def plan_row(rank: int, candidate: Json) -> tuple[str, ...]:
     words, memory, time = choice_words(candidate["choice"]), candidate["memory"], candidate["time"]
     headroom = memory["headroom_bytes"]
     return (
-        str(rank) if candidate["fits"] else DOES_NOT_FIT,
+        str(rank) if candidate["fits"] else (OVER_HOST if lacks_host(candidate) else OVER),
         words["train"],
         words["shard"],
         words["recompute"],
@@ -68,12 +69,21 @@ def plan_row(rank: int, candidate: Json) -> tuple[str, ...]:
     )
 
 
-def plans_title(plan: Json | None, status: str) -> str:
-    """How many fit, and what the order is."""
+def lacks_host(candidate: Json) -> bool:
+    """Whether a choice that does not fit asks for more of the host's memory than there is."""
+    return not candidate["fits"] and any("GiB of host memory" in reason for reason in candidate["why"][:1])
+
+
+def plans_title(plan: Json | None, status: str, *, wide: bool = False) -> str:
+    """How many fit, and what the order is; ``wide`` titles say how fine it is."""
     if plan is None:
         return f"Plans  {status}"
     fitting = sum(c["fits"] for c in plan["candidates"])
-    order = {"fastest": "fastest first", "longest": "longest first", "headroom": "most room first"}
+    order = {
+        "fastest": f"fastest first{', in bands of 5 %' if wide else ''}",
+        "longest": "longest first",
+        "headroom": "most room first",
+    }
     goal = order.get(plan["job"]["goal"], "fewest GPUs first")
     misses = len(plan["near_misses"])
     found = f"{fitting} shown that fit, {goal}; {misses} that do not, closest first"
@@ -82,18 +92,55 @@ def plans_title(plan: Json | None, status: str) -> str:
     return f"Plans  {found}" + (f"  ({status})" if status else "")
 
 
-def reason_lines(candidate: Json) -> list[str]:
-    """Why a candidate is as it is."""
-    return [*candidate["why"], *(f"note: {text}" for text in candidate["warnings"])]
+def reason_lines(candidate: Json, host: Json | None = None) -> list[str]:
+    """Why a candidate is as it is; of one that the host has no room for, what ``host`` has."""
+    lines = [*candidate["why"], *(f"note: {text}" for text in candidate["warnings"])]
+    if host is not None and lacks_host(candidate):
+        enough = "; the card has room" if (candidate["memory"]["headroom_bytes"] or 0) >= 0 else ""
+        lines.insert(1, f"the host has {format_gib(host['available_bytes'])} GiB free{enough}")
+    return lines
 
 
-def bars_title(memory: Json, *, width: int, on_card: bool = True) -> str:
-    """Over the bars of a candidate: the longest of three wordings that a title of ``width`` cells holds."""
+def fact_lines(candidate: Json, plan: Json) -> list[str]:
+    """``time``, ``cards``, ``host`` and ``alters`` of a candidate, a line each, where there is something to say."""
+    lines: list[str] = []
+    time = candidate["time"]
+    if time:
+        span = f"{format_seconds(time['low_s'])} to {format_seconds(time['high_s'])}"
+        busy = f", MFU {time['mfu']:.0%}" if time["mfu"] is not None else ""
+        pace = f"{format_seconds(time['step_s'])} a step ({span}), {format_rate(time['tokens_per_s'])} tokens/s{busy}"
+        lines.append(f"time    {pace}  ({time['evidence']})")
+    indices = [card["index"] for card in plan["machine"]["cards"] if card["usable"]]
+    if 0 < len(candidate["cards"]) < len(indices):
+        lines.append(f"cards   {', '.join(map(str, candidate['cards']))} of {', '.join(map(str, indices))}")
+    if indices:
+        lines.append(f"host    {size_words(candidate['memory']['host_bytes']['peak'])} of its memory per node at most")
+    if candidate["alters"] != "nothing":
+        lines.append(f"alters  {candidate['alters']}")
+    return lines
+
+
+def size_words(num_bytes: float) -> str:
+    """``46.5 GiB``, and of a small model the unit that says more."""
+    return f"{format_gib(num_bytes)} GiB" if num_bytes >= GIB // 10 else format_bytes(num_bytes)
+
+
+def bars_title(memory: Json, *, width: int, taken: int = 0, on_card: bool = True) -> str:
+    """Over the bars of a candidate: the longest wording that a title of ``width`` cells holds.
+
+    Args:
+        memory: of the candidate.
+        width: cells.
+        taken: bytes of the card that others hold.
+        on_card: it is a card's memory, not the host's.
+    """
     capacity = memory["capacity_bytes"]
     of = f" of {format_gib(capacity)}" if capacity else ""
-    used = f"{format_gib(memory['device_bytes'])}{of} {'on a card' if on_card else 'in memory'}"
-    peak = f"Peak in {memory['peak_phase']}: {format_gib(memory['allocated_bytes'])} GiB"
-    interval = f"({format_gib(memory['low_bytes'])} to {format_gib(memory['high_bytes'])})"
+    others = f", {format_gib(taken)} taken" if taken else ""
+    used = f"{format_gib(memory['device_bytes'])}{of} {'on a card' if on_card else 'in memory'}{others}"
+    peak = f"Peak in {memory['peak_phase']}: {size_words(memory['allocated_bytes'])}"
+    size = format_gib if memory["allocated_bytes"] >= GIB // 10 else format_bytes
+    interval = f"({size(memory['low_bytes'])} to {size(memory['high_bytes'])})"
     wordings = (
         f"{peak} allocated {interval}, {used}  ({memory['evidence']})",
         f"{peak} allocated {interval}, {used}",

@@ -146,6 +146,12 @@ class EditLine(Vertical):
             text = self._found[self._at]
             self._take(text)
         problem = self._done(text)
+        if problem is not None and len(self._found) == 1 and text != self._found[0]:
+            # What was typed is the beginning of one thing alone.
+            text = self._found[0]
+            self._take(text)
+            self._say(text)
+            problem = self._done(text)
         if problem is None:
             self.close()
         else:

@@ -62,6 +62,13 @@ def _number(text: str) -> int:
     return int(text.replace(",", "").replace("_", ""))
 
 
+def _count(text: str) -> int:
+    number = _number(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
 def _switch(text: str) -> bool:
     return {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}[text.lower()]
 
@@ -105,6 +112,7 @@ FIELDS = (
     Field(path="data.packing", label="packing", parse=_switched, choices=("off", "on"), says="several rows in one"),
     Field(path="global_batch", label="global batch", parse=_number, says="sequences per step over all GPUs"),
     Field(path="trl.num_train_epochs", label="epochs", parse=_above_zero, says="trainer's default where empty"),
+    Field(path="trl.max_steps", label="steps at most", parse=_count, says="as many as the epochs have, where empty"),
     Field(path="trl.learning_rate", label="learning rate", parse=_above_zero, says="trainer's default where empty"),
     Field(path="machine", label="machine", says="local, cpu, 8xH100-80GB, or a machine.json"),
     Field(path="nodes", label="nodes", parse=_number, says="of such a machine"),

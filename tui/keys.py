@@ -83,6 +83,7 @@ GLOSSARY = (
     ("saved", "activations kept by the forward pass for the backward pass; recompute keeps a layer's input alone"),
     ("working", "activations of the one layer at work, and of its forward run again where it is recomputed"),
     ("buffers", "weights gathered for a layer, gradients on their way, copies to the host"),
+    ("over, host", "what does not fit: more than the card has, or more than the host's memory"),
     ("act, opt, par", "offloaded to the host: activations, optimizer, parameters"),
     ("context, slack", "CUDA's own memory, and what the allocator reserves beyond the tensors"),
     ("fastest first", "by bands of 5 %, which the prediction cannot tell apart; in a band the simpler run first"),

@@ -89,6 +89,34 @@ class Known:
         return found[self.chosen] if self.chosen < len(found) else None
 
     @property
+    def taken_bytes(self) -> int:
+        """What others hold of the fullest card of the chosen candidate, as it was planned with."""
+        if self.plan is None or self.candidate is None:
+            return 0
+        cards = {card["index"]: card["used_bytes"] for card in self.plan["machine"]["cards"]}
+        most = max((cards.get(index, 0) for index in self.candidate["cards"]), default=0)
+        return most if most > asked.TAKEN_BYTES else 0
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the chosen candidate is as it is."""
+        if self.plan is None or self.candidate is None:
+            return []
+        return cells.reason_lines(self.candidate, self.plan["machine"]["host"])
+
+    @property
+    def facts(self) -> list[str]:
+        """The chosen candidate in words: its reasons, then its time, its cards and what it needs of the host."""
+        candidate, plan = self.candidate, self.plan
+        return [] if candidate is None or plan is None else [*self.reasons, *cells.fact_lines(candidate, plan)]
+
+    @property
+    def chosen_name(self) -> str:
+        """``plan 3``, or ``miss 1``, the closest of those that do not fit."""
+        fitting = 0 if self.plan is None else sum(c["fits"] for c in self.plan["candidates"])
+        return f"plan {self.chosen + 1}" if self.chosen < fitting else f"miss {self.chosen - fitting + 1}"
+
+    @property
     def method(self) -> str:
         """Of the job, as far as it can be read."""
         try:
@@ -107,7 +135,8 @@ class Known:
 
     def checks(self) -> list[str]:
         """What speaks for or against the job."""
-        return asked.checks(self.current_plan, self.problem, self.status, self.report, self.data_line)
+        left_out = [card.index for card in self.cards if self.is_hidden(card)]
+        return asked.checks(self.current_plan, self.problem, self.status, self.report, self.data_line, left_out)
 
     def form_rows(self) -> list[tuple[Field, str, str]]:
         """Rows of the goal form: field, value, what was found out."""

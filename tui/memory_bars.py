@@ -35,8 +35,12 @@ PARTS = (
     Part("X", "·", ".", "context, slack", "white", ("context", "slack")),
 )
 """Every part of the memory document belongs to one of these; tests hold that."""
+TAKEN = Part("T", "▚", "x", "taken by others", "white", ())
+"""Of the card, by processes that are not the run."""
 PHASE_CELLS = 10
 GAP_CELLS = 2
+BETWEEN = "   "
+"""Entries of the legend."""
 TOTAL_CELLS = 8
 """Least cells of the total and its mark."""
 
@@ -47,7 +51,7 @@ SMALL = 6
 
 def letters() -> str:
     """``W weights, G gradients, ...``."""
-    return ", ".join(f"{part.letter} {part.label}" for part in PARTS)
+    return ", ".join(f"{part.letter} {part.label}" for part in (*PARTS, TAKEN))
 
 
 def sizes_of(phase: Json) -> list[tuple[Part, int]]:
@@ -70,7 +74,9 @@ def cells_of(sizes: Sequence[int], cells: int) -> list[int]:
     return given
 
 
-def phase_bar(phase: Json, *, capacity: int | None, scale: int, width: int, unicode: bool = True) -> Text:
+def phase_bar(
+    phase: Json, *, capacity: int | None, scale: int, width: int, taken: int = 0, unicode: bool = True
+) -> Text:
     """One phase as a line of ``width`` cells.
 
     Args:
@@ -78,6 +84,7 @@ def phase_bar(phase: Json, *, capacity: int | None, scale: int, width: int, unic
         capacity: bytes of the card, marked on the line; None where there is no card.
         scale: bytes that the whole bar stands for.
         width: cells of the line.
+        taken: bytes of the card that others hold, drawn from its end.
         unicode: whether the terminal has more than ASCII.
     """
     total_cells = max(TOTAL_CELLS, len(format_gib(scale)) + 2)
@@ -85,19 +92,23 @@ def phase_bar(phase: Json, *, capacity: int | None, scale: int, width: int, unic
     sizes = sizes_of(phase)
     total = sum(size for _, size in sizes)
     filled = min(room, round(total * room / max(1, scale)))
-    line = Text(f"{phase['name']:<{PHASE_CELLS}}")
-    drawn = 0
+    bar = Text()
     for (part, size), cells in zip(sizes, cells_of([size for _, size in sizes], filled), strict=True):
-        line.append(_filled(part, size, cells, unicode), part.colour)
-        drawn += cells
-    edge = None if capacity is None else min(room - 1, round(capacity * room / max(1, scale)))
-    over = capacity is not None and total > capacity
-    rest = [" "] * (room - drawn)
-    if edge is not None and edge >= drawn:
-        rest[edge - drawn] = "┃" if unicode else "|"
-        if capacity is not None and capacity > scale and len(rest) > GAP_CELLS:  # the line is not drawn to its end
-            rest[-1 - GAP_CELLS : -1] = ("╌" if unicode else "~") * GAP_CELLS
-    line.append("".join(rest))
+        bar.append(_filled(part, size, cells, unicode), part.colour)
+    drawn = len(bar)
+    bar.append(" " * (room - drawn))
+    over = capacity is not None and total > capacity - taken
+    if capacity is not None:
+        edge, stroke = min(room - 1, round(capacity * room / max(1, scale))), "┃" if unicode else "|"
+        if capacity > scale and room - drawn > GAP_CELLS:  # the line is not drawn to its end
+            bar = bar[: room - 1 - GAP_CELLS] + Text(("╌" if unicode else "~") * GAP_CELLS + stroke)
+        else:
+            begins = max(drawn, min(edge, round((capacity - taken) * room / max(1, scale))))
+            if capacity <= scale and taken and begins < edge:
+                bar = bar[:begins] + Text(_filled(TAKEN, taken, edge - begins, unicode), TAKEN.colour) + bar[edge:]
+            if edge >= drawn or total > capacity:
+                bar = bar[:edge] + Text(stroke, "bold red" if edge < drawn else "") + bar[edge + 1 :]
+    line = Text(f"{phase['name']:<{PHASE_CELLS}}") + bar
     line.append(f"{format_gib(total):>{total_cells - 2}}")
     line.append(" !" if over else "  ", "bold red" if over else "")
     return line
@@ -113,24 +124,43 @@ def _filled(part: Part, size: int, cells: int, unicode: bool) -> str:
     return label + (part.fill if unicode else part.ascii_fill) * (cells - len(label))
 
 
-def memory_bars(memory: Json, *, width: int, unicode: bool = True) -> Text:
-    """All phases of a memory document, one line each; every bar to the same scale."""
+def memory_bars(memory: Json, *, width: int, taken: int = 0, unicode: bool = True) -> Text:
+    """All phases of a memory document, one line each, to the same scale; ``taken`` bytes of the card are others'."""
     totals = [sum(size for _, size in sizes_of(phase)) for phase in memory["phases"]]
     capacity = memory["capacity_bytes"]
     highest = max(totals)
-    is_small = capacity is not None and highest * SMALL < capacity
+    is_small = capacity is not None and not taken and highest * SMALL < capacity
     scale = int(highest * 1.25 if is_small else max(highest, capacity or 0) * 1.02) or 1
     lines = [
-        phase_bar(phase, capacity=capacity, scale=scale, width=width, unicode=unicode) for phase in memory["phases"]
+        phase_bar(phase, capacity=capacity, scale=scale, width=width, taken=taken, unicode=unicode)
+        for phase in memory["phases"]
     ]
     return Text("\n").join(lines)
 
 
-def legend(memory: Json, *, unicode: bool = True) -> Text:
-    """The parts of the highest phase with their GiB."""
+def legend(memory: Json, *, width: int, taken: int = 0, unicode: bool = True) -> Text:
+    """The parts of the highest phase with their GiB, and what others hold; no entry is broken between lines."""
     peak = next(phase for phase in memory["phases"] if phase["name"] == memory["peak_phase"])
-    found = Text()
-    for part, size in sizes_of(peak):
-        found.append(f"{part.letter}{part.fill if unicode else part.ascii_fill} ", part.colour)
-        found.append(f"{part.label} {format_gib(size)}   ")
+    found, room = Text(), width
+    for part, size in [*sizes_of(peak), *([(TAKEN, taken)] if taken else [])]:
+        entry = Text(f"{part.letter}{part.fill if unicode else part.ascii_fill} ", part.colour)
+        entry.append(f"{part.label} {format_gib(size)}", "default")
+        if found:
+            fits = len(entry) + len(BETWEEN) <= room
+            found.append(BETWEEN if fits else "\n")
+            room = room - len(BETWEEN) if fits else width
+        found.append_text(entry)
+        room -= len(entry)
     return found
+
+
+def short_legend(memory: Json, *, width: int, taken: int = 0) -> str:
+    """What the letters of the highest phase are, for a line of ``width`` cells: the smallest go where need be."""
+    peak = next(phase for phase in memory["phases"] if phase["name"] == memory["peak_phase"])
+    words = {
+        f"{part.letter} {part.label.removesuffix(' activations').split(',')[0]}": size
+        for part, size in [*sizes_of(peak), *([(TAKEN, taken)] if taken else [])]
+    }
+    while words and len("  ".join(words)) > width:
+        del words[min(words, key=lambda word: words[word])]
+    return "  ".join(words)

@@ -43,8 +43,7 @@ class RunView:
         self.series: deque[int] = deque(maxlen=CHART_POINTS)
         """The fullest rank's bytes, step by step."""
         self.last: Mapping[str, Any] = {}
-        self.line = ""
-        """The last step in words."""
+        self._line = ""
         self.lost = ""
         """Why it cannot be watched any more."""
         self._progress = Progress(folder)
@@ -59,7 +58,7 @@ class RunView:
         line = self._progress.feed(event)
         if line is not None:
             # Peaks stand above, in the unit of the bars.
-            self.line = "  ".join(part for part in line.split("  ") if not part.startswith("peak "))
+            self._line = "  ".join(part for part in line.split("  ") if not part.startswith("peak "))
         if isinstance(event, StateChange):
             self.state = event.state
         elif isinstance(event, LogLine):
@@ -87,6 +86,12 @@ class RunView:
                 self._peaks[rank] = max(size, self._peaks.get(rank, 0))
         if self._now:
             self.series.append(max(self._now.values()))
+
+    @property
+    def line(self) -> str:
+        """The last step in words; of a run that is over, without the time that was left."""
+        parts = self._line.split("  ")
+        return "  ".join(part for part in parts if not (self.is_over and part.endswith(" left")))
 
     @property
     def ranks(self) -> list[RankMemory]:

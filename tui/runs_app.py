@@ -38,6 +38,15 @@ if TYPE_CHECKING:
     from launcher.running.follow import Event
 
 
+PROBE_NAMES = {
+    "trace": "trace of {model}",
+    "rates": "rates of this machine",
+    "job": "steps of {model} at small depth",
+    "whole": "steps of the best plan of {model}",
+}
+"""By the words of the kinds."""
+
+
 class RunsApp(App[int]):
     """What is known, threads, and everything that goes on in a folder or a child."""
 
@@ -78,6 +87,9 @@ class RunsApp(App[int]):
         self._ask_to_write(start=False)
 
     def _ask_to_write(self, *, start: bool) -> None:
+        if self.known.launching:
+            self.notify("a run is being written or checked; 5 shows it, X there drops it")
+            return
         try:
             text, spec, folder = asked.launch_text(
                 self.known.outcome, self.known.chosen, self.known.candidate, self.known.python, start=start
@@ -97,6 +109,9 @@ class RunsApp(App[int]):
                 )
 
         taken = self.known.banner if start else ""
+        going = [row.folder.name for row in self.known.runs if row.state == "running" and row.exists] if start else []
+        if going and not taken:
+            taken = f"{', '.join(going)} {'is' if len(going) == 1 else 'are'} running on this machine"
         if taken:
             text = Text(f"{taken}\n\n", "bold") + text
         answers = [("L", f"write and launch{' all the same' if taken else ''}")] if start else [("W", "write")]
@@ -126,7 +141,7 @@ class RunsApp(App[int]):
                 self.end_probe()
 
         self.push_screen(
-            Question("Cancel", f"End the {view.name}? Nothing of it is kept.", [("X", "end it")]), answered
+            Question("Cancel", f"End this probe ({view.name})? Nothing of it is kept.", [("X", "end it")]), answered
         )
 
     def cancel_run(self) -> None:
@@ -233,8 +248,7 @@ class RunsApp(App[int]):
         except TrlfitError as error:
             self.notify(str(error), severity="error", markup=False)
             return
-        name = f"{kind.word} of {job.model}" if kind.word != "rates" else "rates of this machine"
-        view = ProbeView(name, is_counted_with=kind.word != "whole")
+        view = ProbeView(PROBE_NAMES[kind.word].format(model=job.model), is_counted_with=kind.word != "whole")
         self.known.probe = view
         if kind.flags:
             words = shlex.split(self._probe_command(kind))[1:]

@@ -50,6 +50,18 @@ class Session:
         return cls(file=file or JOB_FILE)
 
     @property
+    def standing(self) -> str:
+        """Where the job is from, and whether a file has it."""
+        if self.file is None:
+            return "an example; w saves a job" if self.edits == EXAMPLE else "in no file yet; w saves it"
+        return f"{self.file}, changed here; w saves it" if self.edits else str(self.file)
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Edits would be lost."""
+        return bool(self.edits) and not (self.file is None and self.edits == EXAMPLE)
+
+    @property
     def own_file(self) -> Path | None:
         """The job file, unless it is the record of a run, which saving must not change."""
         from launcher.running.run_record import COMMAND  # saving is rare, and what it needs slow to load

@@ -306,7 +306,7 @@ async def test_nothing_fits_and_what_would() -> None:
 
 
 async def test_the_ledger_adds_up() -> None:
-    async with session((80, 24)) as (app, pilot):
+    async with session((120, 36)) as (app, pilot):
         text = await go(pilot, "3")
         table = app.screen.query_one("#groups")
         rows = {
@@ -318,7 +318,6 @@ async def test_the_ledger_adds_up() -> None:
         groups = [row for row in rows.values() if row[1]]
         assert sum(float(row[8]) for row in groups) == pytest.approx(8_190_735_360 * 16 / 8 / 2**30, abs=0.05)
         assert "GiB" in text and "Peak in" in text
-        text = await go(pilot, "right", "right", "right")
         assert "embedding weights: 622,329,856 x 4 B / 8 GPUs = 296.8 MiB" in text
         await go(pilot, *["down"] * (table.row_count - 1))
         assert "[constant, not measured" in screen_text(app) or "[torch" in screen_text(app)
@@ -326,7 +325,7 @@ async def test_the_ledger_adds_up() -> None:
 
 async def test_a_cell_is_edited_and_every_keystroke_is_counted() -> None:
     async with session((80, 24)) as (app, pilot):
-        await go(pilot, "3", "down", "down", *["right"] * 6)
+        await go(pilot, "3", "down", "down", *["right"] * 3)
         device = app.known.candidate["memory"]["device_bytes"]
         text = await go(pilot, "enter")
         assert "mlp moment1, B/param" in text

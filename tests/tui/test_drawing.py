@@ -70,11 +70,11 @@ def test_over_the_card_is_marked_by_shape() -> None:
 def test_without_unicode() -> None:
     text = memory_bars(memory(weights=30, loss=20, saved_activations=10, recompute=5), width=80, unicode=False).plain
     assert text.isascii()
-    assert legend(memory(weights=30, loss=20), unicode=False).plain.isascii()
+    assert legend(memory(weights=30, loss=20), width=80, unicode=False).plain.isascii()
 
 
 def test_the_legend_is_of_the_peak() -> None:
-    assert legend(memory(weights=30, moment1=5, moment2=5)).plain.split("   ")[:2] == [
+    assert legend(memory(weights=30, moment1=5, moment2=5), width=80).plain.split("   ")[:2] == [
         "W█ weights 30.0",
         "O░ moments 10.0",
     ]

@@ -108,7 +108,8 @@ def test_what_a_field_shows_can_be_typed_back(field: Field) -> None:
     job = Job.model_validate(
         {
             "model": "Qwen/Qwen3-8B", "method": "qlora", "data": {"dataset": "rows.jsonl"}, "global_batch": 1024,
-            "trl": {"num_train_epochs": 2.5, "learning_rate": 1e-4}, "allow": ["numerics", "method"], "seq_len": 131072,
+            "trl": {"num_train_epochs": 2.5, "learning_rate": 1e-4, "max_steps": 30},
+            "allow": ["numerics", "method"], "seq_len": 131072,
         }
     )  # fmt: skip
     text = field.text(job)

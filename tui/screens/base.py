@@ -72,7 +72,8 @@ class Panel(Vertical):
     """A framed box with a title."""
 
     DEFAULT_CSS = """
-    Panel { border: round $panel-lighten-2; border-title-color: $text; height: auto; padding: 0; }
+    Panel { border: round $panel-lighten-2; border-title-color: $text; border-subtitle-color: $text-muted;
+        height: auto; padding: 0; }
     """
 
     def render_str(self, text_content: str | Content) -> Content:

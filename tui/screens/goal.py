@@ -58,8 +58,7 @@ class GoalScreen(PlanningScreen):
         with Panel(id="cards-panel"):
             yield Table(id="cards", cursor_type="row")
             yield Words("", id="no-cards")
-        with Panel(id="form-panel") as panel:
-            panel.border_title = "Goal"
+        with Panel(id="form-panel"):
             yield Table(id="form", cursor_type="row", show_header=False)
         with Panel(id="lengths-panel") as panel:
             panel.border_title = "Data: tokens of each sequence looked at"
@@ -102,6 +101,7 @@ class GoalScreen(PlanningScreen):
         panel = self.query_one("#cards-panel", Panel)
         panel.set_class(not cards, "empty")
         panel.border_title = known.cards_title()
+        panel.border_subtitle = "Tab, then Enter takes a card or leaves it out" if cards else ""
         self.query_one("#no-cards", Words).update("" if cards else known.no_cards_line())
         self.query_one("#no-cards").display = not cards
         if [row.value for row in table.rows] != [str(card.index) for card in cards]:
@@ -129,6 +129,7 @@ class GoalScreen(PlanningScreen):
 
     def _show_form(self) -> None:
         table, known = self.table("form"), self.known
+        self.query_one("#form-panel", Panel).border_title = f"Goal  {known.session.standing}"
         cells, rows = self._cut(known.form_rows())
         drawn = (cells, [field.path for field, _, _ in rows])
         if drawn != self._drawn_form:

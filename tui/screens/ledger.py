@@ -14,8 +14,9 @@ from planner.units import GIB, format_count, format_gib
 from tui import choices
 from tui.asked import pin_remark
 from tui.cells import bars_title
+from tui.columns import GAP
 from tui.keys import LEDGER, bindings
-from tui.memory_bars import memory_bars
+from tui.memory_bars import memory_bars, short_legend
 from tui.plain import Words
 from tui.screens.base import Panel, PlanningScreen, Table
 from tui.screens.modals import TextBox
@@ -24,6 +25,10 @@ COLUMNS = ("group", "params", "/", *ROLES, "GiB")
 HEADERS = ("group", "params", "/", "weights", "grads", "master", "mom 1", "mom 2", "GiB")
 EDITED = "*"
 """Behind the value of a cell that is not as planned."""
+TOLD_BELOW = ("/", "params")
+"""Columns that a narrow terminal leaves out, in this order: the line below the table says both of any cell."""
+FRAME_CELLS = 3
+"""Of a line: the frame's two, and the scrollbar."""
 
 
 class LedgerScreen(PlanningScreen):
@@ -33,7 +38,7 @@ class LedgerScreen(PlanningScreen):
     BINDINGS: ClassVar[list[BindingType]] = [*bindings(LEDGER)]
     CSS = """
     #groups-panel { height: 1fr; min-height: 6; }
-    #groups { height: 1fr; }
+    #groups { height: 1fr; scrollbar-size-vertical: 1; }
     #formula { height: auto; min-height: 2; max-height: 4; padding: 0 1; }
     #ledger-bars { height: auto; padding: 0 1; }
     """
@@ -41,6 +46,10 @@ class LedgerScreen(PlanningScreen):
     def __init__(self) -> None:
         super().__init__()
         self._drawn: object = None
+        self._laid_out: int | None = None
+        """The width that the columns were chosen for."""
+        self._rows: dict[str, list[str]] = {}
+        """Row -> its cells as planned, in the order of all columns."""
         self._document: Mapping[str, Any] = {}
         self._cells: LedgerCells | None = None
         self._edits: dict[Cell, float] = {}
@@ -54,15 +63,13 @@ class LedgerScreen(PlanningScreen):
             yield Words("", id="ledger-bars")
 
     def on_mount(self) -> None:
-        table = self.table("groups")
-        for key, name in zip(COLUMNS, HEADERS, strict=True):
-            table.add_column(name, key=key)
-        table.focus()
+        self.table("groups").focus()
 
     def show(self) -> None:
         known = self.known
         if self._drawn != (known.edition, known.chosen):
             self._read()
+        self._lay_out()
         self.show_panel("ledger-bars-panel", self._cells is not None)
         if self._cells is None:
             self.query_one("#groups-panel", Panel).border_title = "Ledger: no plan is chosen; 2 shows them"
@@ -75,22 +82,46 @@ class LedgerScreen(PlanningScreen):
         """The ledger of another plan; edits belong to the one that they were made in."""
         from planner.advice.reasons import PART_NAMES
 
-        known, table = self.known, self.table("groups")
+        known = self.known
         self._drawn = (known.edition, known.chosen)
-        self._edits, self._before = {}, []
-        table.clear()
+        self._edits, self._before, self._laid_out = {}, [], None
         document = known.ledger()
         self._document = document or {}
-        self._cells = None if document is None else LedgerCells(document)
-        if self._cells is None:
+        cells = self._cells = None if document is None else LedgerCells(document)
+        self._rows = {}
+        if cells is None:
             return
-        for group in self._cells.groups:
-            ranks = self._cells.ranks(group, "weights")
-            count = format_count(self._cells.parameters(group))
-            table.add_row(group, count, str(ranks), *[""] * (len(ROLES) + 1), key=group)
-        for part in self._cells.parts:
+        for group in cells.groups:
+            counts = [format_count(cells.parameters(group)), str(cells.ranks(group, "weights"))]
+            self._rows[group] = [group, *counts, *(self._text(Cell(group, role), {}) for role in ROLES), ""]
+        for part in cells.parts:
             label = PART_NAMES.get(part, part.replace("_", " "))  # as the reasons say it
-            table.add_row(label, *[""] * (len(COLUMNS) - 1), key=part)
+            self._rows[part] = [label, *[""] * (len(COLUMNS) - 2), self._text(Cell(part), {})]
+
+    def _lay_out(self) -> None:
+        """The columns that the width has room for, and the cursor where it was, at first on a value."""
+        table, width = self.table("groups"), self.size.width
+        if self._laid_out == width:
+            return
+        self._laid_out = width
+        at = table.cursor_coordinate
+        was = table.ordered_columns[at.column].key.value if table.columns else ROLES[0]
+        table.clear(columns=True)
+        widths = [max(map(len, cells)) for cells in zip(HEADERS, *self._rows.values(), strict=True)]
+        room, left_out = width - FRAME_CELLS, list[str]()
+        for name in TOLD_BELOW:
+            taken = sum(widths[i] + GAP for i, column in enumerate(COLUMNS) if column not in left_out)
+            if taken > room:
+                left_out.append(name)
+        shown = [i for i, column in enumerate(COLUMNS) if column not in left_out]
+        for i in shown:
+            table.add_column(HEADERS[i], key=COLUMNS[i])
+        for key, cells in self._rows.items():
+            table.add_row(*(cells[i] for i in shown), key=key)
+        names = [COLUMNS[i] for i in shown]
+        table.move_cursor(
+            row=min(at.row, len(self._rows) - 1), column=names.index(was) if was in names else names.index(ROLES[0])
+        )
 
     def _show_cells(self, edits: Mapping[Cell, float]) -> None:
         """Values, sums and bars under ``edits``; only what changed is drawn."""
@@ -107,12 +138,13 @@ class LedgerScreen(PlanningScreen):
         many = "" if len(edits) == 1 else "s"
         changed = f", {len(edits)} cell{many} edited" if edits else ""
         where = "on one card" if self.known.on_card else "in memory"
-        title = f"Ledger of plan {self.known.chosen + 1}, bytes per parameter and GiB {where}{changed}"
+        title = f"Ledger of {self.known.chosen_name}, bytes per parameter and GiB {where}{changed}"
         self.query_one("#groups-panel", Panel).border_title = title
-        self.query_one("#ledger-bars-panel", Panel).border_title = bars_title(
-            memory, width=self.size.width - 6, on_card=self.known.on_card
-        )
-        bars = memory_bars(memory, width=self.size.width - 4, unicode=self.known.unicode)
+        taken, room = self.known.taken_bytes, self.size.width - 4
+        panel = self.query_one("#ledger-bars-panel", Panel)
+        panel.border_title = bars_title(memory, width=room - 2, taken=taken, on_card=self.known.on_card)
+        panel.border_subtitle = short_legend(memory, width=room - 2, taken=taken)
+        bars = memory_bars(memory, width=room, taken=taken, unicode=self.known.unicode)
         self.query_one("#ledger-bars", Words).update(bars)
 
     def _text(self, cell: Cell, edits: Mapping[Cell, float]) -> str:
@@ -159,7 +191,10 @@ class LedgerScreen(PlanningScreen):
 
     def action_edit(self) -> None:
         cell = self._cell()
-        if cell is None or self._cells is None or self.edit_line.is_open:
+        if self._cells is None or self.edit_line.is_open:
+            return
+        if cell is None:
+            self.notify("a name or a sum; left and right choose a value to set")
             return
         label = f"{cell.row} {cell.role}".strip()
         unit = "B/param" if cell.role else "GiB"

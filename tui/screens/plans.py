@@ -7,30 +7,34 @@ from typing import Any, ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable
 
-from tui.cells import PLAN_COLUMNS, bars_title, plan_row, plans_title, reason_lines
+from tui.cells import PLAN_COLUMNS, bars_title, plan_row, plans_title
 from tui.columns import fit
 from tui.keys import PLANS, bindings
-from tui.memory_bars import legend, memory_bars
+from tui.memory_bars import legend, memory_bars, short_legend
 from tui.plain import Words
-from tui.screens.base import Panel, PlanningScreen, Table
-from tui.screens.modals import Picker, TextBox
+from tui.screens.base import WIDE, Panel, PlanningScreen, Table
+from tui.screens.modals import Picker, TextBox, hanging
 
 PRIORITIES = {
     "#": 0, "GiB": 1, "free": 2, "step": 3, "shard": 4, "recompute": 5, "offload": 6, "mb x ga": 7, "GPUs": 8,
     "train": 9, "loss": 10, "tok/s": 11, "alters": 12, "verdict": 13,
 }  # fmt: skip
 """Which columns stay on a narrow terminal."""
+ALL_OF_IT = "e shows all, with time, cards and host"
+"""The key stands where the need for it arises."""
+FRAME_CELLS = 4
+"""Of a line: the frame and the padding."""
 
 
 class PlansScreen(PlanningScreen):
     """What fits, and what does not."""
 
     NAME = "plans"
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings(PLANS)]
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings(PLANS), Binding("e", "explain", "Why", show=False)]
     CSS = """
     #plans-panel { height: 1fr; min-height: 6; }
     #plans { height: 1fr; }
@@ -77,7 +81,7 @@ class PlansScreen(PlanningScreen):
     def _fill(self) -> None:
         known, table = self.known, self.table("plans")
         panel = self.query_one("#plans-panel", Panel)
-        panel.border_title = plans_title(known.plan, known.status)
+        panel.border_title = plans_title(known.plan, known.status, wide=self.size.width >= WIDE)
         if known.edition != self._edition:  # marks were of plans that are gone
             self._edition, self._marked = known.edition, []
         state = (known.edition, self._sorted_by, self._reversed, self._filter, tuple(self._marked), self.size.width)
@@ -87,7 +91,7 @@ class PlansScreen(PlanningScreen):
         cells = [plan_row(rank, candidate) for rank, candidate in enumerate(self._candidates, 1)]
         self._rows = self._ordered(cells)
         widths = [max([len(name), *(len(row[column]) for row in cells)]) for column, name in enumerate(PLAN_COLUMNS)]
-        columns = fit(widths, [PRIORITIES[name] for name in PLAN_COLUMNS], self.size.width - 4)
+        columns = fit(widths, [PRIORITIES[name] for name in PLAN_COLUMNS], self.size.width - FRAME_CELLS)
         table.clear(columns=True)
         for column in columns:
             arrow = (" v" if self._reversed else " ^") if PLAN_COLUMNS[column] == self._sorted_by else ""
@@ -124,11 +128,15 @@ class PlansScreen(PlanningScreen):
         if candidate is None:
             why.update("\n".join(self.known.nothing_lines()))
             return
-        memory = candidate["memory"]
-        panel.border_title = bars_title(memory, width=self.size.width - 6, on_card=self.known.on_card)
-        bars.update(memory_bars(memory, width=self.size.width - 4, unicode=self.known.unicode))
-        self.query_one("#legend", Words).update(legend(memory, unicode=self.known.unicode))
-        why.update("\n".join(reason_lines(candidate)))
+        memory, taken, unicode = candidate["memory"], self.known.taken_bytes, self.known.unicode
+        room = self.size.width - FRAME_CELLS
+        panel.border_title = bars_title(memory, width=room - 2, taken=taken, on_card=self.known.on_card)
+        is_short = self.has_class("-short")
+        panel.border_subtitle = short_legend(memory, width=room - 2, taken=taken) if is_short else ""
+        bars.update(memory_bars(memory, width=room, taken=taken, unicode=unicode))
+        self.query_one("#legend", Words).update(legend(memory, width=room, taken=taken, unicode=unicode))
+        why.update("\n".join(self.known.reasons))
+        self.query_one("#why-panel", Panel).border_subtitle = ALL_OF_IT
 
     def action_ledger(self) -> None:
         self.trlfit.action_mode("ledger")
@@ -171,6 +179,20 @@ class PlansScreen(PlanningScreen):
 
     def action_probe(self) -> None:
         self.trlfit.probe()
+
+    def action_explain(self) -> None:
+        candidate, known = self.known.candidate, self.known
+        if candidate is None:
+            self.notify("no plan is chosen")
+            return
+        facts, memory, taken = known.facts, candidate["memory"], known.taken_bytes
+
+        def lay_out(width: int) -> Text:
+            lines = Text("\n".join(part for line in facts for part in hanging(line, width, 8)))
+            lines.append("\n\n")
+            return lines.append_text(legend(memory, width=width, taken=taken, unicode=known.unicode))
+
+        self.app.push_screen(TextBox(f"Why {known.chosen_name}", lay_out))
 
     def action_changes(self) -> None:
         offers = [(change["flags"], change["sentence"]) for change in self.known.changes]

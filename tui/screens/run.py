@@ -13,11 +13,14 @@ from tui.keys import RUN, bindings
 from tui.plain import Words
 from tui.probe_view import ProbeView
 from tui.screens.base import Panel, PlanningScreen
+from tui.screens.modals import hanging
 
 if TYPE_CHECKING:
     from tui.run_view import RunView
 
 CHART_ROWS = 5
+LOG_FRAME = 4
+"""Cells of a line beside the log's text: the frame and the scrollbar."""
 TITLE_FRAME = 6
 """Cells of a frame's line that its title cannot have."""
 
@@ -38,7 +41,8 @@ class RunScreen(PlanningScreen):
 
     def __init__(self) -> None:
         super().__init__()
-        self._logged: tuple[object, int] = (None, 0)
+        self._logged: tuple[object, int, int] = (None, 0, 0)
+        """What the log is of, how many of its lines are there, and for which width."""
         self._follows = True
         self._wanted = ""
         self._found_at = -1
@@ -133,19 +137,27 @@ class RunScreen(PlanningScreen):
 
     def _show_log(self, view: RunView | ProbeView) -> None:
         log = self.query_one(Log)
-        shown, count = self._logged
-        if shown is not view:
+        shown, count, width = self._logged
+        if shown is not view or (isinstance(view, ProbeView) and width != self.size.width):
             log.clear()
             count = 0
         new = view.num_lines - count
         if new > 0:
-            log.write_lines(list(view.lines)[-new:], scroll_end=self._follows)
+            log.write_lines(self._laid_out(view, new), scroll_end=self._follows)
         if self._follows and new > 0:
             # Once more when the panels above have taken their room.
             self.call_after_refresh(log.scroll_end, animate=False)
-        self._logged = (view, view.num_lines)
+        self._logged = (view, view.num_lines, self.size.width)
         follows = "following" if self._follows else "f follows"
-        self.query_one("#log-panel", Panel).border_title = f"Log  {view.num_lines:,} lines, {follows}"
+        self.query_one("#log-panel", Panel).border_title = f"Log  {_lines(view.num_lines)}, {follows}"
+
+    def _laid_out(self, view: RunView | ProbeView, last: int | None = None) -> list[str]:
+        """The last lines as the log has them: what a probe says is sentences, and is not cut."""
+        lines = list(view.lines) if last is None else list(view.lines)[-last:]
+        if not isinstance(view, ProbeView):
+            return lines
+        room = max(20, self.size.width - LOG_FRAME)
+        return [part for line in lines for part in ([line] if len(line) <= room else hanging(line, room, 2))]
 
     def action_follow(self) -> None:
         self._follows = not self._follows
@@ -159,7 +171,7 @@ class RunScreen(PlanningScreen):
     def _count(self, text: str) -> str:
         view = self.known.watched
         found = sum(text.lower() in line.lower() for line in view.lines) if view and text else 0
-        return f"{found:,} lines"
+        return _lines(found)
 
     def _find(self, text: str) -> None:
         self._wanted, self._found_at = text, -1
@@ -169,7 +181,7 @@ class RunScreen(PlanningScreen):
         view = self.known.watched
         if view is None or not self._wanted:
             return
-        lines = list(view.lines)
+        lines = self._laid_out(view)
         order = [*range(self._found_at + 1, len(lines)), *range(self._found_at + 1)]
         place = next((i for i in order if i < len(lines) and self._wanted.lower() in lines[i].lower()), None)
         if place is None:
@@ -187,6 +199,10 @@ class RunScreen(PlanningScreen):
 
     def action_detach(self) -> None:
         self.trlfit.detach()
+
+
+def _lines(count: int) -> str:
+    return f"{count:,} line{'' if count == 1 else 's'}"
 
 
 def _bar(now: int, peak: int, predicted: int | None, scale: int, cells: int, *, unicode: bool) -> str:
