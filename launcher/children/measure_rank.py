@@ -59,6 +59,7 @@ def build_on_host(request: dict, layers: int):
         return measure_job.build_model(on_host, layers)
     with _no_drawing():
         model = measure_job.build_model(on_host, layers)
+    model.tie_weights()  # transformers leaves that out with the drawing
     draw = torch.Generator().manual_seed(0)
     block = torch.randn(DRAWN, generator=draw).mul_(SPREAD)
     with torch.no_grad():
@@ -143,6 +144,12 @@ def main() -> int:
         warnings.filterwarnings("ignore")
         logging.disable(logging.WARNING)
         answer = measure(request, rank)
+    except SystemExit:
+        write(
+            rank,
+            {"failed": "the training Python lacks torch, transformers, trl or datasets; `trlfit doctor` says what"},
+        )
+        raise
     except BaseException as error:
         said = " ".join(str(error).split())
         write(rank, {"failed": f"{type(error).__name__}: {said}"[:300]})

@@ -62,6 +62,8 @@ class Ranks:
             found = self.answers()
             if len(found) == self.count or any("out_of_memory" in answer for answer in found.values()):
                 return found
+            if over and not found and not any(self.folder.glob("rank-*.pid")):
+                sys.exit(1)  # accelerate's launcher has said why it started none
             if over or any("failed" in answer for answer in found.values()):
                 failed_at = failed_at or time.monotonic()
                 if time.monotonic() > failed_at + (0.0 if over else SETTLE_S):

@@ -40,6 +40,7 @@ CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 512,
+    "tie_word_embeddings": True,
 }
 DDP = Choice(method="full", loss_path="fused", recompute="none", sharding="ddp", dp_replicate=2, mixed_precision="no")
 FSDP = Choice(method="full", loss_path="fused", recompute="none", sharding="fsdp", dp_shard=2, weights="bf16")
@@ -276,6 +277,7 @@ def test_two_ranks_of_fsdp2_hold_what_was_predicted(place: Path, monkeypatch: py
     (cell,) = answer["cells"]
     said = {phase.name: phase.bytes for phase in memory.frame(choice).phases(1, 1)}
     assert max(cell["peaks"].values()) == pytest.approx(max(said[phase] for phase in PHASES), rel=0.02)
+    assert cell["parameters"] == memory.blocks("full").num_parameters
     # What a rank holds at rest is its share of the weights and of both moments, and the gradients of the step.
     assert cell["peaks"]["step"] == pytest.approx(4 * 4 * cell["parameters"] / 2, rel=0.02)
     assert [rank["peaks"] for rank in cell["ranks"]] == [cell["peaks"]] * 2
