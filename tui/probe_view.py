@@ -38,7 +38,7 @@ KINDS = (
         frozenset({"machine"}),
     ),
     ProbeKind("job", ("--measure",), "a few steps of the job here with random weights, at small depth; minutes"),
-    ProbeKind("whole", ("--whole",), "three steps of the best plan itself, at its full depth; minutes"),
+    ProbeKind("whole", ("--whole",), "three steps of the best plan itself, on all of its ranks; minutes"),
 )
 
 
@@ -49,8 +49,6 @@ class ProbeView:
     name: str
     is_aside: bool = False
     """It runs as a part of planning; a run that is watched stays in front of it."""
-    is_counted_with: bool = True
-    """Plans take what it finds."""
     started: float = field(default_factory=time.monotonic)
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LINES))
     num_lines: int = 0
@@ -95,6 +93,4 @@ class ProbeView:
         """It is over; ``problem`` is empty where it went well."""
         self.took_s, self.problem = time.monotonic() - self.started, problem
         self.fraction = self.fraction if problem else 1.0
-        self.line = problem or (
-            "the plans count with it" if self.is_counted_with else "kept, to look at beside the plan"
-        )
+        self.line = problem or "the plans count with it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -54,6 +55,8 @@ class RunsApp(App[int]):
         super().__init__()
         self.known = known
         self._news: deque[Event] = deque()
+        self._dropped = threading.Event()
+        """Set when the launch that is being checked is not wanted any more."""
 
     def notify(self, message: str, **about: Any) -> None:
         """Say something in passing; names in it come from outside."""
@@ -104,9 +107,11 @@ class RunsApp(App[int]):
                 if start:
                     self.known.run_view = self.known.probe = None
                     self.switch_mode("run")
-                self._in_thread(
-                    "launch", lambda: work_in_threads.launch(spec, folder, start=start, post=self.post_message)
+                dropped = self._dropped = threading.Event()
+                work = partial(
+                    work_in_threads.launch, spec, folder, start=start, dropped=dropped, post=self.post_message
                 )
+                self._in_thread("launch", work)
 
         taken = self.known.banner if start else ""
         going = [row.folder.name for row in self.known.runs if row.state == "running" and row.exists] if start else []
@@ -125,11 +130,24 @@ class RunsApp(App[int]):
         self.switch_mode("run")
 
     def cancel_watched(self) -> None:
-        """Ask, then end the run or the probe that is shown."""
-        if isinstance(self.known.watched, ProbeView):
+        """Ask, then end the run or the probe that is shown, or what is still being checked."""
+        if self.known.launching and self.known.watched is None:
+            self._drop_launch()
+        elif isinstance(self.known.watched, ProbeView):
             self._cancel_probe(self.known.watched)
         else:
             self.cancel_run()
+
+    def _drop_launch(self) -> None:
+        def answered(answer: str | None) -> None:
+            if answer and self.known.launching:
+                self._dropped.set()
+                self.known.launching = "dropping it ..."
+                end_helpers()
+                self._redraw()
+
+        text = f"{self.known.launching}\nIt is not started yet. Drop it?"
+        self.push_screen(Question("Cancel", text, [("X", "drop it")]), answered)
 
     def _cancel_probe(self, view: ProbeView) -> None:
         if not view.is_live:
@@ -248,7 +266,7 @@ class RunsApp(App[int]):
         except TrlfitError as error:
             self.notify(str(error), severity="error", markup=False)
             return
-        view = ProbeView(PROBE_NAMES[kind.word].format(model=job.model), is_counted_with=kind.word != "whole")
+        view = ProbeView(PROBE_NAMES[kind.word].format(model=job.model))
         self.known.probe = view
         if kind.flags:
             words = shlex.split(self._probe_command(kind))[1:]
@@ -306,7 +324,7 @@ class RunsApp(App[int]):
             severity="warning" if message.problem else "information",
             markup=False,
         )
-        if not message.problem and message.view.is_counted_with:
+        if not message.problem:
             self.plan_anew()
 
     def _show_probe(self, view: ProbeView) -> None:
