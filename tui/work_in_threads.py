@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, cast
 
 from textual.message import Message
@@ -40,7 +41,7 @@ from tui.messages import (
 if TYPE_CHECKING:
     from launcher.ending.history import HistoryRow
     from launcher.run_text.run_spec import RunSpec
-    from launcher.running.follow import Event
+    from launcher.running.follow import Event as RunEvent
     from planner.architecture import Architecture
     from planner.job import Job
     from planner.machine import Card
@@ -207,22 +208,33 @@ def read_runs(post: Post) -> None:
     post(RunsRead(rows, notes))
 
 
-def launch(spec: RunSpec, folder: Path, *, start: bool, post: Post) -> None:
-    """Check and write a run, and start it."""
+def launch(spec: RunSpec, folder: Path, *, start: bool, dropped: Event, post: Post) -> None:
+    """Check and write a run, and start it.
+
+    Args:
+        spec: the run.
+        folder: its folder.
+        start: start it when it is written.
+        dropped: set once nobody wants it any more.
+        post: takes what is said.
+    """
     from launcher.running.runs import start_run
     from launcher.writing.run_writing import write_checked
 
     try:
         post(LaunchNarrated(f"checking the data and the settings of {folder} in the training Python"))
         write_checked(spec, folder, note=lambda text: post(LaunchNarrated(text)))
+        if dropped.is_set():
+            post(LaunchRefused(f"dropped; {folder} had been written by then"))
+            return
         if start:
             start_run(folder, detach=True)
         post(RunStarted(folder) if start else RunWritten(folder))
     except TrlfitError as error:
-        post(LaunchRefused(str(error)))
+        post(LaunchRefused("dropped; nothing was written" if dropped.is_set() else str(error)))
 
 
-def watch_run(view: RunView, put: Callable[[Event], object], post: Post) -> None:
+def watch_run(view: RunView, put: Callable[[RunEvent], object], post: Post) -> None:
     """Hand every event of a run to ``put`` until it is over."""
     from launcher.running.follow import follow
 

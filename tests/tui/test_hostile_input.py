@@ -194,3 +194,21 @@ async def test_a_launch_that_is_being_checked_is_not_dropped_unasked(folder: Pat
         await go(pilot, "d")
         await wait_for(pilot, lambda: not app.is_running)
     assert not (folder / "runs").exists()
+
+
+async def test_a_launch_that_is_being_checked_can_be_dropped(folder: Path) -> None:
+    (folder / "rows.jsonl").write_text('{"text": "a"}\n')
+    slow = folder / "python"
+    slow.write_text("#!/bin/sh\nsleep 600\n")
+    slow.chmod(0o755)
+    async with session(job=JOB + "data: {dataset: rows.jsonl}\n") as (app, pilot):
+        app.known.python = str(slow)
+        await go(pilot, "4", "W", "W", "5")
+        await wait_for(pilot, lambda: bool(helpers()))
+        assert "Drop it?" in await go(pilot, "X")
+        await go(pilot, "X")
+        await wait_for(pilot, lambda: "not started: dropped; nothing was written" in screen_text(app))
+        assert not helpers() and app.known.launching == ""
+        # The next one may be asked for.
+        assert "job.yaml" in await go(pilot, "4", "W")
+        assert not (folder / "runs").exists()
