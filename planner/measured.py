@@ -118,6 +118,8 @@ class MeasuredWhole:
     """Phase -> most bytes of live tensors on the rank that held most then."""
     step_s: float
     """Seconds of an optimizer step on the slowest rank."""
+    out_of_memory: str = ""
+    """What it said that ran short, on which rank; then there are no peaks and no seconds."""
     source: str = ""
 
     def is_of(self, architecture: Architecture, sequence: int) -> bool:

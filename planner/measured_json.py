@@ -69,11 +69,15 @@ def job_of(document: Mapping[str, Any]) -> MeasuredJob | None:
 
 
 def whole_of(document: Mapping[str, Any]) -> MeasuredWhole | None:
-    """The plan that ran itself, None where it did not run to its end."""
+    """The plan that ran itself or ran out of memory, None where the document holds anything else than one such run."""
     whole: Mapping[str, Any] = document["whole"]
-    if len(whole["cells"]) != 1 or "peaks" not in whole["cells"][0]:
+    if len(whole["cells"]) != 1:
         return None
-    cell = _cell(whole["cells"][0])
+    data: Mapping[str, Any] = whole["cells"][0]
+    cell = _cell(data) if "peaks" in data else None
+    short = "" if cell is not None else str(data.get("out_of_memory", ""))
+    if cell is None and not short:
+        return None
     return MeasuredWhole(
         trainer=str(whole["trainer"]),
         shape=str(whole["shape"]),
@@ -82,10 +86,11 @@ def whole_of(document: Mapping[str, Any]) -> MeasuredWhole | None:
         options=str(whole["options"]),
         lora_r=int(whole["lora_r"]),
         choice=Choice.from_json(dict(whole["choice"])),
-        layers=cell.layers,
-        sequence=cell.sequence,
-        peaks=cell.peaks,
-        step_s=sum(cell.seconds.values()),
+        layers=int(data["layers"]),
+        sequence=int(data["sequence"]),
+        peaks=cell.peaks if cell is not None else {},
+        step_s=sum(cell.seconds.values()) if cell is not None else 0.0,
+        out_of_memory=short,
         source=f"measured on {source_of(document)}",
     )
 

@@ -142,7 +142,7 @@ def measured_seconds(memory: MemoryModel, time_of: Callable[[MemoryModel], TimeM
 
     def measured(choice: Choice) -> Probe | None:
         ran = memory.whole(choice)
-        if ran is not None:
+        if ran is not None and not ran.out_of_memory:
             from planner.measured_whole import WholeTime  # it takes from here what it says of itself
 
             return Probe(WholeTime(ran), own=True, whole=True)

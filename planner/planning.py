@@ -190,6 +190,18 @@ def _unlike_probes(best: Mapping[str, Any] | None, others: list[dict[str, Any]])
     ]
 
 
+def _ran_short(problem: Problem, best: Candidate | None) -> list[str]:
+    """That exactly the best plan ran out of memory when it was probed."""
+    ran = problem.judge.memory.whole(best.choice) if best is not None else None
+    if ran is None or not ran.out_of_memory:
+        return []
+    said = ran.out_of_memory[:200]
+    return [
+        f"the best plan was probed here and ran out of the memory that a probe may take: {said}; a larger --reserve or"
+        " other pins plan another"
+    ]
+
+
 def _shown_misses(result: SearchResult, top: int) -> list[Candidate]:
     return distinct(result.near_misses, max(3, top // 2))
 
@@ -230,5 +242,10 @@ def _document(inputs: PlanInput, found: JobSearch, changes: list[Change]) -> dic
             for change in changes
         ],
         "judged": result.judged,
-        "notes": [*_half_precision(problem), *inputs.notes, *_unlike_probes(best, others)],
+        "notes": [
+            *_half_precision(problem),
+            *inputs.notes,
+            *_unlike_probes(best, others),
+            *_ran_short(problem, shown[0] if shown else None),
+        ],
     }

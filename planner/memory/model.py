@@ -114,7 +114,7 @@ class MemoryModel(MemoryParts):
         return self._matching
 
     def whole(self, choice: Choice) -> MeasuredWhole | None:
-        """The measured run of exactly ``choice``, None where there was none."""
+        """The measured run of exactly ``choice``, which may have run out of memory; None where there was none."""
         if not self.wholes:
             return None
         if self._ran is None:
@@ -126,7 +126,7 @@ class MemoryModel(MemoryParts):
     def correction(self, choice: Choice) -> Correction | None:
         """What a probe adds to the phases of ``choice``, None where none ran its layers."""
         whole = self.whole(choice)
-        if whole is not None:
+        if whole is not None and not whole.out_of_memory:
             if choice not in self._of_ran:
                 from planner.measured_whole import whole_correction
 

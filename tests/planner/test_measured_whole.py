@@ -165,7 +165,18 @@ def test_as_many_ranks_as_the_choice_takes() -> None:
         check_measurement(broken)
 
 
-def test_a_plan_that_ran_out_of_memory_corrects_nothing() -> None:
+def test_a_plan_that_ran_out_of_memory_corrects_nothing_and_is_said() -> None:
     short = document(FSDP, 0)
     short["whole"]["cells"] = [{"layers": 2, "sequence": 64, "rank": 3, "out_of_memory": "rank 3 of 8: no room"}]
-    assert whole_of(check_measurement(short)) is None
+    whole = whole_of(check_measurement(short))
+    assert whole is not None
+    assert (whole.out_of_memory, whole.choice, whole.peaks) == ("rank 3 of 8: no room", FSDP, {})
+    asked = inputs(pins={"sharding": "fsdp", "recompute": "none", "loss_path": "fused", "gpus": "8"})
+    bare = make_plan(asked)
+    best = bare.document["best"]
+    failed = replace(ran(asked, Choice.from_json(best["choice"]), {}), out_of_memory=whole.out_of_memory)
+    plan = make_plan(replace(asked, measured=Measured(card="H100-80GB", wholes=(failed,))))
+    assert plan.document["best"] == best
+    (note,) = plan.document["notes"]
+    assert note.startswith("the best plan was probed here and ran out of the memory that a probe may take: rank 3 of 8")
+    assert not bare.document["notes"]
