@@ -151,6 +151,33 @@ def test_a_job_counts_only_for_its_layers_and_versions() -> None:
     ]
 
 
+def whole(choice: Choice, **versions: str) -> dict[str, Any]:
+    """A plan that ran on all of its ranks."""
+    seen: dict[str, Any] = {"peaks": dict.fromkeys(PHASES, 7), "seconds": dict.fromkeys((*PHASES, "other"), 0.1)}
+    cell = {"layers": 28, "sequence": 64, "tokens": 64, **seen, "ranks": [seen] * choice.num_gpus}
+    body: dict[str, Any] = {**job()["job"], "choice": choice.to_json(), "cells": [cell]}
+    return {**document("whole", **body), "versions": {**VERSIONS, **versions}}
+
+
+def test_a_plan_that_ran_is_kept_by_its_ranks_and_counts_with_its_versions() -> None:
+    zero = Choice(method="full", loss_path="fused", recompute="none", sharding="zero2", dp_shard=4)
+    ddp = replace(zero, sharding="ddp", dp_shard=1, dp_replicate=4)
+    kept = [whole(ddp), whole(replace(ddp, dp_replicate=8)), whole(zero, deepspeed="0.19.8"), whole(zero)]
+    assert len({keep_measurement(found) for found in kept}) == 4
+    notes: list[str] = []
+    found = measured_for(live(), STACK, MODEL, notes)
+    assert found is not None
+    assert sorted(ran.choice.num_gpus for ran in found.wholes) == [4, 4, 4, 8]
+    # What NCCL and the ranks hold beside is no machine's own.
+    assert (found.jobs, found.machine_rates) == ((), None)
+    newer = STACK.model_copy(update={"versions": {**STACK.versions, "deepspeed": "0.20.0"}})
+    found = measured_for(live(), newer, MODEL, notes)
+    assert found is not None and {ran.choice.sharding for ran in found.wholes} == {"ddp"}
+    assert any(
+        "with deepspeed 0.19.8 is not used for this stack: `trlfit probe --whole` again" in note for note in notes
+    )
+
+
 def test_a_job_that_ran_out_of_memory_is_kept_and_corrects_nothing() -> None:
     ended = job()
     ended["job"]["cells"][3] = {"layers": 2, "sequence": 1024, "out_of_memory": "Tried to allocate 20 GiB"}
