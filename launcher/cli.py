@@ -26,6 +26,7 @@ from launcher.flags import (
     pair,
     pairs,
     seconds,
+    take_job_file,
     tokens,
     word_list,
 )
@@ -49,7 +50,7 @@ def _counts(text: str) -> list[int]:
 
 def _model_and_job(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [MODEL] [FLAG ...]"
-    about = "hub id, local folder, or config.json; a job file goes to --job"
+    about = "hub id, local folder, config.json, or a job file (.yaml)"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=about)
     add_job_flags(parser)
 
@@ -210,7 +211,7 @@ _DOCTOR = "what is missing for what, and the command that fixes it"
 _ROUTES = "precision below 16 bits: what a machine offers, and why not the rest"
 _PLANS = (
     "trlfit plan Qwen/Qwen3-8B --machine 8xH100-80GB --seq-len 128k",
-    "trlfit plan --job job.yaml --explain",
+    "trlfit plan job.yaml --explain",
     "trlfit plan Qwen/Qwen3-8B --method lora --cards all --count 1",
 )
 _LEDGERS = (
@@ -346,6 +347,7 @@ def _run(argv: Sequence[str] | None) -> int:
         build_parser().print_help(sys.stderr)
         return ExitCode.USAGE
     command = COMMANDS[args.command]
+    take_job_file(args)
     _without_plugins()
     return int(getattr(import_module(f"launcher.{command.module}"), command.function)(args))
 

@@ -23,7 +23,7 @@ On a terminal, `trlfit` alone opens the screens of this folder's job.yaml, and
 EPILOG = """\
 examples:
   trlfit plan Qwen/Qwen3-8B --machine 8xH100-80GB    what fits, and how fast
-  trlfit plan --job job.yaml --explain               of a job file, and why
+  trlfit plan job.yaml --explain                     of a job file, and why
   trlfit launch job.yaml                             write it, train, follow
   trlfit plan --help                                 the flags of a command
 
@@ -100,6 +100,20 @@ def pair(text: str) -> tuple[str, str]:
 def pairs(text: str) -> list[tuple[str, str]]:
     """``KEY=VALUE,KEY=VALUE``."""
     return [pair(part) for part in text.split(",") if part.strip()]
+
+
+def take_job_file(args: argparse.Namespace) -> None:
+    """A job file in the place of the model is the job file.
+
+    Raises:
+        UsageError: another one is given by ``--job``.
+    """
+    named = getattr(args, "model", None)
+    if named is None or not named.endswith((".yaml", ".yml")) or not hasattr(args, "job"):
+        return
+    if args.job is not None:
+        raise UsageError(f"two job files: {named} and --job {args.job}; give one")
+    args.job, args.model = Path(named).expanduser(), None
 
 
 def word_list(text: str) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import ExitCode, TrlfitError, UsageError
+from launcher.flags import take_job_file
 from launcher.inputs.model_config import resolve_architecture
 from launcher.inputs.validation_text import MAX_PATH, shown
 from launcher.output import json_lines
@@ -59,12 +60,8 @@ def resolve_target(args: argparse.Namespace) -> Target:
         document = read_document(path)
         if str(document.get("schema", "")).startswith("trlfit."):
             return _from_plan(path, document, args)
-    if path is not None and path.suffix in (".yaml", ".yml"):
-        if args.job is not None:
-            raise UsageError(f"two job files: {text} and --job {args.job}; give one")
-        args.job, args.model = path, None
-    else:
-        args.model = text
+    args.model = text
+    take_job_file(args)
     check_data_named(job_from_args(args)[0])  # before a plan, which may trace for seconds
     outcome = plan_from_args(args)
     spec, document = spec_of(outcome, args.candidate, args.python)

@@ -17,8 +17,8 @@ ELEMENTWISE = 0.50
 STREAMING = 0.86
 EXPERTS = 0.146
 FP32_MATMUL = 0.79
-"""Shares of the card's peak rates, fitted together on 20 published step times of TRL runs on H100 (mean error 3.2 %,
-worst 12.7 %): matmul, causal flash attention, masked attention, eager elementwise, large streaming kernels, grouped
+"""Shares of the card's peak rates, fitted together on 20 published step times of TRL runs on H100 (mean error 3.3 %,
+worst 12.8 %): matmul, causal flash attention, masked attention, eager elementwise, large streaming kernels, grouped
 expert matmul, fp32 matmul without tensor cores. The fit gave 0.20 over all products of Qwen3-30B-A3B, which is 0.146
 over its routed ones with the others at 0.73."""
 FLASH_2_ON_HOPPER = 0.33

@@ -398,6 +398,8 @@ RUNS = {
         ("schema: ", "make it with `trlfit plan --json`"),
         files={"p.json": '{"schema": "trlfit.plan/9"}'},
     ),
+    "two-jobs-planned": Case(("plan", "a.yaml", "--job", "b.yaml"), ("two job files: a.yaml and --job b.yaml",)),
+    "job-file-that-is-not-there": Case(("plan", "none.yaml"), ("none.yaml",)),
     "two-jobs": Case(("write", "a.yaml", "--job", "b.yaml"), ("two job files: a.yaml and --job b.yaml; give one",)),
     "written-already": Case(
         ("write", "r"),

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from launcher.cli import COMMANDS
+from launcher.cli import COMMANDS, main
 from launcher.running.runs import run_state, stop_run
 from tests.launcher.command_line import (
     H100,
@@ -434,6 +434,15 @@ def test_a_small_model_fits(capsys: pytest.CaptureFixture[str]) -> None:
     found = sheet(capsys, "--params", "1.5e9", "--layers", "24", "--hidden", "2048")
     assert gib(found["total_bytes"]) == 28.7
     assert found["fits"]
+
+
+def test_a_job_file_may_stand_where_the_model_does(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "job.yaml").write_text("model: Qwen/Qwen3-0.6B\nmachine: 1xRTX4090\n", encoding="utf-8")
+    said: list[str] = []
+    for words in (["job.yaml"], ["--job", "job.yaml"]):
+        assert main(["plan", *words, "--seq-len", "512", "--json"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
 
 
 def test_the_sheet_as_a_table_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
