@@ -366,6 +366,7 @@ class TrlfitApp(RunsApp):
         known.outcome, known.status, known.problem, known.banner, known.chosen = message.outcome, "", "", "", 0
         known.edition += 1
         self.end_aside("")
+        self.tell_what_a_probe_changed()
         self._redraw()
 
     def on_problem_met(self, message: ProblemMet) -> None:

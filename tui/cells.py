@@ -101,6 +101,16 @@ def reason_lines(candidate: Json, host: Json | None = None) -> list[str]:
     return lines
 
 
+def best_words(plan: Json) -> str:
+    """The best plan's memory and pace, and what they are known from, in one line."""
+    best = plan["best"]
+    if best is None:
+        return "nothing fits"
+    memory, time = best["memory"], best["time"]
+    pace = f", {format_seconds(time['step_s'])} a step" if time else ""
+    return f"{size_words(memory['device_bytes'])}{pace} ({memory['evidence']})"
+
+
 def fact_lines(candidate: Json, plan: Json) -> list[str]:
     """``time``, ``cards``, ``host`` and ``alters`` of a candidate, a line each, where there is something to say."""
     lines: list[str] = []

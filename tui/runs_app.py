@@ -15,8 +15,8 @@ from rich.text import Text
 from textual.app import App
 
 from launcher.errors import TrlfitError
-from tui import asked, work_in_threads
-from tui.known import Known
+from tui import asked, cells, work_in_threads
+from tui.known import Json, Known
 from tui.leaving import end_helpers
 from tui.messages import (
     LaunchNarrated,
@@ -55,6 +55,8 @@ class RunsApp(App[int]):
         super().__init__()
         self.known = known
         self._news: deque[Event] = deque()
+        self._before_probe: Json | None = None
+        """The plan without what a probe has just found, until there is one with it."""
         self._dropped = threading.Event()
         """Set when the launch that is being checked is not wanted any more."""
 
@@ -325,7 +327,17 @@ class RunsApp(App[int]):
             markup=False,
         )
         if not message.problem:
+            self._before_probe = self.known.plan
             self.plan_anew()
+
+    def tell_what_a_probe_changed(self) -> None:
+        """The first plan with it beside the last one without."""
+        before, self._before_probe = self._before_probe, None
+        view, now = self.known.probe, self.known.plan
+        if before is None or now is None or view is None or view.is_live or before["job"] != now["job"]:
+            return
+        view.say(f"the best plan was {cells.best_words(before)}, and is {cells.best_words(now)}")
+        self._show_probe(view)
 
     def _show_probe(self, view: ProbeView) -> None:
         if view is self.known.probe:

@@ -60,6 +60,7 @@ async def test_a_measurement_is_shown_and_planned_with(folder: Path, monkeypatch
         (folder / "go").touch()
         await wait_for(pilot, lambda: "memory 3,350 GB/s" in screen_text(app) and app.known.edition > edition)
         assert "done after" in screen_text(app)
+        assert "the best plan was" in screen_text(app)  # and is, with what was measured
         assert (folder / "words").read_text().split() == ["-m", "tui", "probe", "--job", "job.yaml", "--rates"]
         # Looking away from it shows runs again.
         assert "No run is watched" in await go(pilot, "D")

@@ -39,13 +39,14 @@ class GoalScreen(PlanningScreen):
     CSS = """
     #cards { height: auto; max-height: 10; overflow-x: hidden; }
     #cards-panel.empty #cards { display: none; }
+    #no-cards { padding: 0 1; }
     #form { height: 1fr; min-height: 4; overflow-x: hidden; }
     #form-panel { height: 1fr; }
     #lengths-panel { display: none; }
     #lengths-panel.known { display: block; }
     #lengths { height: auto; padding: 0 1; }
     #checks { height: auto; max-height: 8; padding: 0 1; }
-    GoalScreen.-short #cards-panel.empty { border: none; padding: 0 2; }
+    GoalScreen.-short #cards-panel.empty { border: none; padding: 0 1; }
     GoalScreen.-short #lengths-panel { display: none; }
     GoalScreen.-short #checks { max-height: 4; }
     """
