@@ -14,6 +14,7 @@ from planner.measured import PHASES, MeasuredWhole
 from planner.measured_memory import MEASURED_ERROR, Correction
 from planner.measured_time import MEASURED_TIME_ERROR
 from planner.memory.coefficients_json import option_key
+from planner.units import format_seconds
 
 if TYPE_CHECKING:
     from planner.choice import Choice
@@ -49,6 +50,28 @@ def whole_correction(model: MemoryModel, whole: MeasuredWhole) -> Correction:
     said = {phase.name: phase.bytes + workspace for phase in phases}
     missed: Mapping[str, int] = {phase: whole.peaks[phase] - said[phase] for phase in PHASES}
     return Correction(missed["forward"], missed["loss"], missed["backward"], missed["step"], MEASURED_ERROR)
+
+
+def notes_of_what_ran(model: MemoryModel, best: Choice) -> list[str]:
+    """Sentences on the plan that comes first, where it or others of the job ran here."""
+    own = model.whole(best)
+    if own is not None and own.out_of_memory:
+        return [
+            "the best plan was probed here and ran out of the memory that a probe may take:"
+            f" {own.out_of_memory[:200]}; a larger --reserve or other pins plan another"
+        ]
+    others = [whole for whole in model.ran().values() if not whole.out_of_memory]
+    if own is not None or not others:
+        return []
+    # The quickest is what the best plan is held against.
+    ran = min(others, key=lambda whole: whole.step_s)
+    choice = ran.choice
+    where = f"{choice.num_gpus} ranks of {choice.sharding}" if choice.num_gpus > 1 else "one rank"
+    return [
+        f"the best plan was not run here; another was ({where}, recompute {choice.recompute}, loss {choice.loss_path},"
+        f" {choice.micro_batch} x {choice.grad_accum} rows) and took {format_seconds(ran.step_s)} a step, which counts"
+        " what the model leaves out: `trlfit probe MODEL --whole` runs the best one too"
+    ]
 
 
 class WholeTime:

@@ -190,16 +190,14 @@ def _unlike_probes(best: Mapping[str, Any] | None, others: list[dict[str, Any]])
     ]
 
 
-def _ran_short(problem: Problem, best: Candidate | None) -> list[str]:
-    """That exactly the best plan ran out of memory when it was probed."""
-    ran = problem.judge.memory.whole(best.choice) if best is not None else None
-    if ran is None or not ran.out_of_memory:
+def _beside_what_ran(problem: Problem, best: Candidate | None) -> list[str]:
+    """What plans that ran here have to say of the best one."""
+    memory = problem.judge.memory
+    if best is None or not memory.wholes:
         return []
-    said = ran.out_of_memory[:200]
-    return [
-        f"the best plan was probed here and ran out of the memory that a probe may take: {said}; a larger --reserve or"
-        " other pins plan another"
-    ]
+    from planner.measured_whole import notes_of_what_ran  # only plans with a probe pay for it
+
+    return notes_of_what_ran(memory, best.choice)
 
 
 def _shown_misses(result: SearchResult, top: int) -> list[Candidate]:
@@ -218,6 +216,7 @@ def _document(inputs: PlanInput, found: JobSearch, changes: list[Change]) -> dic
     ]
     missing = [planned_candidate(problem_of(c), c, reasons=[_missing(problem_of(c), c)]) for c in misses]
     blocks = problem.judge.memory.blocks(problem.options.method)
+    ran = _beside_what_ran(problem, shown[0] if shown else None)
     return {
         "schema": PLAN_SCHEMA,
         "job": {**inputs.job.model_dump(mode="json"), "origin": dict(inputs.origins)},
@@ -245,7 +244,6 @@ def _document(inputs: PlanInput, found: JobSearch, changes: list[Change]) -> dic
         "notes": [
             *_half_precision(problem),
             *inputs.notes,
-            *_unlike_probes(best, others),
-            *_ran_short(problem, shown[0] if shown else None),
+            *(ran or _unlike_probes(best, others)),
         ],
     }

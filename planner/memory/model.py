@@ -115,13 +115,15 @@ class MemoryModel(MemoryParts):
 
     def whole(self, choice: Choice) -> MeasuredWhole | None:
         """The measured run of exactly ``choice``, which may have run out of memory; None where there was none."""
-        if not self.wholes:
-            return None
+        return self.ran().get(choice) if self.wholes else None
+
+    def ran(self) -> dict[Choice, MeasuredWhole]:
+        """Plans of this very job that ran here, by what they chose."""
         if self._ran is None:
             from planner.measured_whole import by_choice  # only plans with a probe pay for it
 
             self._ran = by_choice(self.wholes, self)
-        return self._ran.get(choice)
+        return self._ran
 
     def correction(self, choice: Choice) -> Correction | None:
         """What a probe adds to the phases of ``choice``, None where none ran its layers."""

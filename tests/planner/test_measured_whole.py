@@ -139,6 +139,17 @@ def test_the_newest_of_two_stands_and_plans_say_measured() -> None:
     assert gained == pytest.approx(100 * MIB, abs=16)
 
 
+def test_a_best_plan_beside_one_that_ran_is_said() -> None:
+    asked = inputs(pins={"sharding": "fsdp", "loss_path": "fused", "gpus": "8"})
+    choice = replace(Choice.from_json(make_plan(asked).document["best"]["choice"]), recompute="full")
+    slow = ran(asked, choice, seen_of(asked, choice, 0), step_s=9.0)
+    plan = make_plan(replace(asked, measured=Measured(card="H100-80GB", wholes=(slow,)))).document
+    assert plan["best"]["choice"] != choice.to_json() and plan["best"]["memory"]["evidence"] == "formula"
+    (note,) = plan["notes"]
+    assert "another was (8 ranks of fsdp, recompute full, loss fused, 1 x 1 rows) and took 9.0" in note
+    assert "`trlfit probe MODEL --whole` runs the best one too" in note
+
+
 def document(choice: Choice, ranks: int) -> dict[str, Any]:
     seconds = {**dict.fromkeys(PHASES, 0.1), "other": 0.05}
     seen: dict[str, Any] = {"peaks": dict.fromkeys(PHASES, 5), "seconds": seconds}
