@@ -51,7 +51,6 @@ class Refused(Exception):
         self.kind = kind
 
 
-# ---------------------------------------------------------------------------------------------------
 # Rows
 
 
@@ -201,7 +200,6 @@ def first_line(error: Exception) -> str:
     return text[:200]
 
 
-# ---------------------------------------------------------------------------------------------------
 # Format
 
 
@@ -253,7 +251,6 @@ def check_labels(number: int, row: dict) -> None:
         raise Refused(f"row {number}: column `label` must be true or false, not {row.get('label')!r}")
 
 
-# ---------------------------------------------------------------------------------------------------
 # Tokens
 
 
