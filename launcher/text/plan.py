@@ -31,6 +31,7 @@ def choice_words(choice: Json) -> dict[str, str]:
         "adamw_bnb_8bit": "adamw 8-bit",
         "adamw_torch_8bit": "adamw 8-bit",
     }
+    optimizer = short.get(choice["optimizer"], choice["optimizer"])
     return {
         "train": choice["method"],
         "shard": choice["sharding"] + (f", {split}" if split else ""),
@@ -38,8 +39,7 @@ def choice_words(choice: Json) -> dict[str, str]:
         "recompute": choice["recompute"],
         "offload": ",".join(choice["offload"]) or "-",
         "mb x ga": f"{choice['micro_batch']} x {choice['grad_accum']}",
-        "weights": held
-        + ("" if choice["method"] != "full" else f", {short.get(choice['optimizer'], choice['optimizer'])}"),
+        "weights": held if choice["method"] != "full" and optimizer == "adamw" else f"{held}, {optimizer}",
     }
 
 

@@ -152,6 +152,8 @@ def stacked_experts_fp32(context: RuleContext, choice: Choice) -> str | None:
     versions="TRL >= 0.27",
     source="trl/trainer/utils.py:1332 @1.16.0",
     concerns="adapter",
+    # On a CPU fp32 is what trains fastest.
+    applies=lambda context: not context.on_cpu,
 )
 def fp32_frozen_base(context: RuleContext, choice: Choice) -> str | None:
     """An adapter on an fp32 base."""

@@ -64,27 +64,25 @@ class SpaceOptions:
 def numerics_options(options: SpaceOptions, hardware: Hardware) -> list[Numerics]:
     """Ways to hold weights and states, the unaltered one first.
 
-    TRL trains under bf16 autocast by default; a CPU gains nothing from that, so runs there stay in fp32.
+    TRL trains under bf16 autocast by default, and adapters on a base of 16 bits; a CPU gains no time from either, so
+    runs there stay in fp32.
     """
     half: Literal["bf16", "fp16"] = "bf16" if hardware.has_bf16 else "fp16"
-    mixed: MixedPrecision = half if hardware.device == "cuda" else "no"
-    default_optimizer = "adamw_torch_fused"
-    if options.method == "full":
-        out = [Numerics(weights="fp32", mixed_precision=mixed, optimizer=default_optimizer, alters="nothing")]
-        if hardware.has_bf16 and options.allow_numerics:
-            out.append(
-                Numerics(
-                    weights="bf16",
-                    mixed_precision="no",
-                    optimizer=default_optimizer,
-                    alters="numerics",
-                )
-            )
-    else:
-        out = [Numerics(weights=half, mixed_precision=half, optimizer=default_optimizer, alters="nothing")]
+    on_cpu = hardware.device == "cpu"
+    mixed: MixedPrecision = "no" if on_cpu else half
+    usual = Numerics(
+        weights="fp32" if options.method == "full" or on_cpu else half,
+        mixed_precision=mixed,
+        optimizer="adamw_torch_fused",
+        alters="nothing",
+    )
+    out = [usual]
+    if hardware.has_bf16 and options.allow_numerics and usual.weights == "fp32":
+        smaller: MixedPrecision = "no" if options.method == "full" else "bf16"
+        out.append(replace(usual, weights="bf16", mixed_precision=smaller, alters="numerics"))
     if options.allow_numerics:
         for optimizer in options.optimizers_8bit:
-            out += [replace(n, optimizer=optimizer, alters="numerics") for n in out if n.optimizer == default_optimizer]
+            out += [replace(n, optimizer=optimizer, alters="numerics") for n in out if n.optimizer == usual.optimizer]
     return _pinned_numerics(out, options.pins)
 
 
