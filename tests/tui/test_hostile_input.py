@@ -11,13 +11,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from textual.events import Key
 
 from tests.launcher.fake_run import make_run
 from tests.tui.screens import screen_text, wait_for
 from tests.tui.test_app import JOB, folder, go, session, settled
 from tui.leaving import HELPERS
 from tui.screens.base import PlanningScreen
-from tui.screens.modals import Question
+from tui.screens.modals import Question, TextBox
 
 __all__ = ["folder"]
 
@@ -212,3 +213,21 @@ async def test_a_launch_that_is_being_checked_can_be_dropped(folder: Path) -> No
         # The next one may be asked for.
         assert "job.yaml" in await go(pilot, "4", "W")
         assert not (folder / "runs").exists()
+
+
+async def test_a_key_typed_twice_in_haste_closes_one_box() -> None:
+    async with session() as (app, pilot):
+        answers: list[str | None] = []
+        question, words = Question("Quit", "Really?", [("X", "end it")]), TextBox("Words", lambda width: "some")
+        app.push_screen(question, answers.append)
+        await pilot.pause()
+        for _ in range(3):  # all of them before the first is looked at
+            question.post_message(Key("X", "X"))
+        await wait_for(pilot, lambda: isinstance(app.screen, PlanningScreen))
+        app.push_screen(words, answers.append)
+        await pilot.pause()
+        for _ in range(2):
+            words.dismiss("")
+        await wait_for(pilot, lambda: isinstance(app.screen, PlanningScreen))
+        await pilot.pause()
+        assert answers == ["X", ""] and app.is_running and "[2 PLANS]" in screen_text(app)

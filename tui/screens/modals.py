@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
+from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.events import Key
@@ -35,6 +36,17 @@ class _Box(ModalScreen[str]):
     _Box #answers { height: auto; color: $text-muted; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss('')", "Back")]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_answered = False
+
+    def dismiss(self, result: str | None = None) -> AwaitComplete:
+        """Close, once: a key typed twice in haste is still on its way here, and would close what is below."""
+        if self._is_answered:
+            return AwaitComplete()
+        self._is_answered = True
+        return super().dismiss(result)
 
 
 class TextBox(_Box):
