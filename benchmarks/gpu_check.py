@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from launcher.evidence.measured_requests import Room
     from planner.choice import Choice
     from planner.machine import Machine
-    from planner.measured import MeasuredRates
+    from planner.measured.probes import MeasuredRates
     from planner.problem import PlanInput, Problem
 
 SMALL = {
@@ -116,7 +116,7 @@ def narrate(name: str) -> Any:
 def measure_rates(room: Room, clock: Clock) -> tuple[dict[str, Any], MeasuredRates]:
     """The machine's rates as a document says them, and as the planner reads them."""
     from launcher.evidence.measuring import ask_child
-    from planner.measured_json import rates_of
+    from planner.measured.document import rates_of
 
     request = {"device": room.device, "memory_bytes": room.memory_bytes, "used_bytes": room.used_bytes, "seconds": 20}
     answer = ask_child(
@@ -175,8 +175,8 @@ def run_case(case: Case, machine: Machine, room: Room, rates: MeasuredRates | No
     """Run a case: its probe at two depths and lengths, and where asked the whole model at both lengths."""
     from launcher.evidence.measured_requests import job_facts, job_request
     from launcher.evidence.measuring import ask_child
-    from planner.measured import Measured, probe_depths
-    from planner.measured_json import job_of
+    from planner.measured.document import job_of
+    from planner.measured.probes import Measured, probe_depths
     from planner.problem import make_problem
 
     inputs, choice = inputs_of(case, machine), choice_of(case)

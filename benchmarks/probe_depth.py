@@ -27,8 +27,8 @@ from launcher.evidence.measuring import ask_child
 from launcher.planning import answered, plan_inputs
 from planner.choice import Choice
 from planner.job import Job
-from planner.measured import Measured, probed_choice
-from planner.measured_json import job_of
+from planner.measured.document import job_of
+from planner.measured.probes import Measured, probed_choice
 from planner.planning import make_plan
 from planner.problem import PlanInput, make_problem
 

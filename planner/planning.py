@@ -192,12 +192,11 @@ def _unlike_probes(best: Mapping[str, Any] | None, others: list[dict[str, Any]])
 
 def _beside_what_ran(problem: Problem, best: Candidate | None) -> list[str]:
     """What plans that ran here have to say of the best one."""
-    memory = problem.judge.memory
-    if best is None or not memory.wholes:
+    if best is None or problem.probes is None or not problem.probes.ran:
         return []
-    from planner.measured_whole import notes_of_what_ran  # only plans with a probe pay for it
+    from planner.measured.whole import notes_of_what_ran  # only plans with a probe pay for it
 
-    return notes_of_what_ran(memory, best.choice)
+    return notes_of_what_ran(problem.probes.ran, best.choice)
 
 
 def _shown_misses(result: SearchResult, top: int) -> list[Candidate]:

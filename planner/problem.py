@@ -30,7 +30,8 @@ from profiles.releases import feature, trl_release
 from profiles.routes import EMULATED
 
 if TYPE_CHECKING:
-    from planner.measured import Measured
+    from planner.measured.corrections import Corrections
+    from planner.measured.probes import Measured
 
 PREFERENCE_PAIRS = ("dpo", "reward")
 """Trainers whose rows hold two sequences, chosen and rejected (trl/trainer/dpo_trainer.py, reward_trainer.py)."""
@@ -67,6 +68,8 @@ class Problem:
     hardware: Hardware
     judge: Judge
     options: SpaceOptions
+    probes: Corrections | None = None
+    """What was measured of the job on this machine."""
 
 
 def hardware_of(inputs: PlanInput, pins: Mapping[str, Any]) -> Hardware:
@@ -75,7 +78,7 @@ def hardware_of(inputs: PlanInput, pins: Mapping[str, Any]) -> Hardware:
     rates = None if inputs.measured is None else inputs.measured.machine_rates
     if rates is None or not _is_measured(inputs):
         return hardware
-    from planner.measured import measured_hardware  # only plans with a probe pay for it
+    from planner.measured.probes import measured_hardware  # only plans with a probe pay for it
 
     return measured_hardware(hardware, rates)
 
@@ -172,15 +175,10 @@ def make_problem(inputs: PlanInput) -> Problem:
     pins = parse_pins(job.pins)
     hardware = hardware_of(inputs, pins)
     shared = memory_job(job, architecture, stack)
-    seen = inputs.measured if inputs.measured is not None and _is_measured(inputs) else None
-    memory = MemoryModel(
-        job=shared,
-        hardware=hardware,
-        reserve=job.reserve,
-        source=inputs.source,
-        measured=tuple(probe for probe in seen.jobs if probe.trainer == job.trainer) if seen else (),
-        wholes=tuple(whole for whole in seen.wholes if whole.trainer == job.trainer) if seen else (),
-    )
+    memory = MemoryModel(job=shared, hardware=hardware, reserve=job.reserve, source=inputs.source)
+    probes = _probes(inputs, memory)
+    if probes is not None:
+        memory = replace(memory, correct=probes.memory)
     facts = read_context(
         job,
         architecture,
@@ -192,7 +190,7 @@ def make_problem(inputs: PlanInput) -> Problem:
     rules = with_rules(facts)
     judge = Judge(
         memory=memory,
-        time=time_model(job, stack, memory),
+        time=time_model(job, stack, memory, probes),
         rules=rules,
         hardware=hardware,
     )
@@ -202,20 +200,30 @@ def make_problem(inputs: PlanInput) -> Problem:
         hardware=hardware,
         judge=judge,
         options=replace(options, min_micro_batch=rules.min_micro_batch),
+        probes=probes,
     )
 
 
-def time_model(job: Job, stack: Stack, memory: MemoryModel) -> TimeModel:
-    """Time under the same coefficients as ``memory``, and the same probes."""
+def _probes(inputs: PlanInput, memory: MemoryModel) -> Corrections | None:
+    """What was measured of the job on this machine, beside a model that knows nothing of it."""
+    if inputs.measured is None or not _is_measured(inputs):
+        return None
+    trainer = inputs.job.trainer
+    jobs = tuple(probe for probe in inputs.measured.jobs if probe.trainer == trainer)
+    wholes = tuple(whole for whole in inputs.measured.wholes if whole.trainer == trainer)
+    if not jobs and not wholes:
+        return None
+    from planner.measured.corrections import Corrections  # only plans with a probe pay for it
+
+    return Corrections(memory, jobs, wholes)
+
+
+def time_model(job: Job, stack: Stack, memory: MemoryModel, probes: Corrections | None = None) -> TimeModel:
+    """Time under the same coefficients as ``memory``, corrected by ``probes``."""
     liger = trl_release(stack.versions.get("trl", "")).liger_argument("liger", job.trainer)
     reference, policy = extra_forwards(job)
-    measured = None
-    if memory.measured or memory.wholes:
-        from planner.measured_time import measured_seconds  # only plans with a probe pay for it
-
-        measured = measured_seconds(memory, lambda small: time_model(job, stack, small))
     return TimeModel(
-        measured=measured,
+        measured=probes.seconds(lambda small: time_model(job, stack, small)) if probes is not None else None,
         job=memory.job,
         hardware=memory.hardware,
         blocks_of=memory.blocks,

@@ -42,8 +42,8 @@ from launcher.planning import answered, job_from_args, plan_inputs
 from launcher.text.measured import measurement_text, shown_text
 from planner.choice import Choice
 from planner.machine import Machine
-from planner.measured import probed_choice
-from planner.measured_check import SCHEMA, BadMeasurement, check_measurement
+from planner.measured.check import SCHEMA, BadMeasurement, check_measurement
+from planner.measured.probes import probed_choice
 from planner.planning import make_plan
 from planner.problem import PlanInput, Problem
 from planner.units import format_gib

@@ -16,7 +16,7 @@ from planner.choice import Choice
 from planner.job import Job
 from planner.machine import BUSY_BYTES, Card, Machine
 from planner.machine_hardware import cards_by_room
-from planner.measured import first_layers, probe_depths
+from planner.measured.probes import first_layers, probe_depths
 from planner.memory.coefficients_json import option_key, shape_hash
 from planner.memory.model import MemoryModel
 from planner.problem import PlanInput, Problem

@@ -24,7 +24,7 @@ from launcher.paths import cache_dir
 if TYPE_CHECKING:
     from planner.architecture import Architecture
     from planner.machine import Machine
-    from planner.measured import Measured
+    from planner.measured.probes import Measured
     from planner.stack import Stack
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
@@ -116,7 +116,7 @@ def read_measurements(prefix: str = "") -> list[tuple[Path, dict[str, Any]]]:
     except OSError as error:
         report_note(f"measurements are not read: {measurements_folder()}: {error.strerror}")
         return []
-    from planner.measured_check import BadMeasurement, check_measurement  # only plans with a probe pay for it
+    from planner.measured.check import BadMeasurement, check_measurement  # only plans with a probe pay for it
 
     found: list[tuple[Path, dict[str, Any]]] = []
     for name in sorted(names):
@@ -165,8 +165,8 @@ def measured_for(machine: Machine, stack: Stack, architecture: Architecture, not
             other = documents[0].get("driver")
             notes.append(f"measured under driver {other}, which is not this machine's {driver}: `trlfit probe` again")
         return None
-    from planner.measured import Measured
-    from planner.measured_json import job_of, rates_of, whole_of
+    from planner.measured.document import job_of, rates_of, whole_of
+    from planner.measured.probes import Measured
 
     rates = next((rates_of(d) for d in same if d["kind"] == "rates"), None)
     usable = list(_of_stack(same, stack, architecture, notes))
@@ -277,7 +277,7 @@ def import_measurements(path: Path) -> list[dict[str, Any]]:
         UsageError: the file is not what ``export_measurements`` writes.
         OSError: the cache cannot be written.
     """
-    from planner.measured_check import BadMeasurement, check_measurement
+    from planner.measured.check import BadMeasurement, check_measurement
 
     try:
         with path.open("rb") as file:

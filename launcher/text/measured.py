@@ -7,8 +7,8 @@ from math import prod
 from typing import Any
 
 from launcher.output import table
-from planner.measured import PHASES
-from planner.measured_json import rates_of, source_of
+from planner.measured.document import rates_of, source_of
+from planner.measured.probes import PHASES
 from planner.units import format_gib
 
 Document = Mapping[str, Any]

@@ -36,7 +36,7 @@ from planner.memory.phases import (
 )
 
 if TYPE_CHECKING:
-    from planner.measured_memory import Correction
+    from planner.memory.correction import Correction
 
 _ACTIVATIONS: frozenset[OffloadTarget] = frozenset({"activations"})
 

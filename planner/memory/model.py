@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from planner.choice import Choice
 from planner.memory.coefficients import Coefficients
+from planner.memory.correction import Correct, Correction
 from planner.memory.frame import MemoryFrame, Verdict
 from planner.memory.host import HostMemory
-from planner.memory.parts import MemoryParts, rank_tokens
+from planner.memory.parts import MemoryJob, MemoryParts
 from planner.memory.phases import Phase
 from planner.memory.states import RoleTable
-
-if TYPE_CHECKING:
-    from planner.measured import Matcher, MeasuredJob, MeasuredWhole
-    from planner.measured_memory import Correction, MeasuredMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +45,12 @@ class MemoryEstimate:
 class MemoryModel(MemoryParts):
     """Memory of any choice for one job on one machine."""
 
-    measured: tuple[MeasuredJob, ...] = ()
-    """Probes of the job's layers on this machine."""
-    wholes: tuple[MeasuredWhole, ...] = ()
-    """Plans of the job that ran here, each for its own choice alone."""
-    _matching: Matcher | None = field(default=None, init=False)
-    _probes: dict[int, MeasuredMemory] = field(default_factory=dict[int, "MeasuredMemory"], init=False)
-    _ran: dict[Choice, MeasuredWhole] | None = field(default=None, init=False)
-    _of_ran: dict[Choice, Correction] = field(default_factory=dict[Choice, "Correction"], init=False)
+    correct: Correct | None = None
+    """What probes add to a choice; None where nothing was measured."""
+
+    def of_job(self, job: MemoryJob) -> MemoryModel:
+        """The same of another job, as if nothing had been measured."""
+        return MemoryModel(job=job, hardware=self.hardware, reserve=self.reserve, source=self.source)
 
     def frame(self, choice: Choice) -> MemoryFrame:
         """``choice`` at any micro-batch and accumulation.
@@ -64,7 +58,7 @@ class MemoryModel(MemoryParts):
         Raises:
             ValueError: an optimizer that this model does not know.
         """
-        return MemoryFrame(self, choice, self.correction if self.measured or self.wholes else None)
+        return MemoryFrame(self, choice, self.correct)
 
     def estimate(self, choice: Choice) -> MemoryEstimate:
         """Simulate one optimizer step of ``choice``.
@@ -105,43 +99,6 @@ class MemoryModel(MemoryParts):
         """The coefficients that ``choice`` is priced with."""
         return self.frame(choice).activations(choice.micro_batch)[0]
 
-    def matcher(self) -> Matcher:
-        """Which probe a choice goes by, for memory and time alike."""
-        if self._matching is None:
-            from planner.measured import Matcher  # only plans with a probe pay for it
-
-            self._matching = Matcher(self.measured, self)
-        return self._matching
-
-    def whole(self, choice: Choice) -> MeasuredWhole | None:
-        """The measured run of exactly ``choice``, which may have run out of memory; None where there was none."""
-        return self.ran().get(choice) if self.wholes else None
-
-    def ran(self) -> dict[Choice, MeasuredWhole]:
-        """Plans of this very job that ran here, by what they chose."""
-        if self._ran is None:
-            from planner.measured_whole import by_choice  # only plans with a probe pay for it
-
-            self._ran = by_choice(self.wholes, self)
-        return self._ran
-
     def correction(self, choice: Choice) -> Correction | None:
         """What a probe adds to the phases of ``choice``, None where none ran its layers."""
-        whole = self.whole(choice)
-        if whole is not None and not whole.out_of_memory:
-            if choice not in self._of_ran:
-                from planner.measured_whole import whole_correction
-
-                self._of_ran[choice] = whole_correction(self, whole)
-            return self._of_ran[choice]
-        if not self.measured:
-            return None
-        from planner.measured_memory import MeasuredMemory  # only plans with a probe pay for it
-
-        job = self.matcher()(choice)
-        if job is None:
-            return None
-        probe = self._probes.get(id(job))
-        if probe is None:
-            probe = self._probes[id(job)] = MeasuredMemory(self, job)
-        return probe.correction(choice, self.job.architecture.num_layers, rank_tokens(self.job, choice))
+        return None if self.correct is None else self.correct(choice)

@@ -19,6 +19,7 @@ from planner.memory.optimizers import find_optimizer
 from planner.memory.parts import MemoryJob
 from planner.memory.phases import held_bytes
 from planner.memory.states import residual_bytes, role_table, trainable_roles
+from planner.time.correction import MeasuredTimeSource
 from planner.time.links import gathers_s, host_optimizer_s, offload_s, reduction_s, root_gather_s, sequence_s
 from planner.time.loss import loss_s
 from planner.time.rates import CPU_FACTOR, MEASURED_CPU_FACTOR, Rates, fp32_rates_of, rates_of
@@ -26,7 +27,6 @@ from planner.time.traced_work import WorkEvidence, forward_token_work, token_wor
 from planner.time.work import Work, mixed_work, recomputed_share
 
 if TYPE_CHECKING:
-    from planner.measured_time import Probe
     from profiles.routes import Route
 
 RING_BYTES = 144.0
@@ -52,9 +52,6 @@ _FRAMEWORK = {
 
 LayerWorkSource = Callable[[Choice, bool], tuple[LayerWork, ...]]
 """What was counted of each kind of layer for a choice, with a mask or without; empty where nothing was."""
-
-MeasuredTimeSource = Callable[[Choice], "Probe | None"]
-"""What a probe says of the seconds of a choice, its own or the nearest; None where none ran its layers."""
 
 TIME_PARTS = (
     "matmul",

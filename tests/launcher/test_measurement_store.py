@@ -28,7 +28,7 @@ from launcher.evidence.measurement_store import (
 from launcher.paths import cache_dir
 from planner.choice import Choice
 from planner.machine import Machine
-from planner.measured import PHASES
+from planner.measured.probes import PHASES
 from planner.memory.coefficients_json import shape_hash
 from planner.stack import Stack
 from tests.launcher.command_line import here

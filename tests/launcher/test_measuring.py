@@ -31,8 +31,8 @@ from launcher.planning import plan_inputs
 from planner.choice import Choice
 from planner.job import Job
 from planner.machine import Host, Machine
-from planner.measured import Measured
-from planner.measured_json import job_of
+from planner.measured.document import job_of
+from planner.measured.probes import Measured
 from planner.problem import make_problem
 from planner.units import GIB
 from tests.launcher.command_line import child, command_environment

@@ -21,7 +21,7 @@ from launcher.run_text.run_files import RunSpec, render_run
 from planner.choice import Choice
 from planner.job import Job
 from planner.machine import Host, Machine
-from planner.measured import PHASES
+from planner.measured.probes import PHASES
 from planner.planning import make_plan
 from planner.problem import PlanInput, make_problem
 from planner.units import GIB

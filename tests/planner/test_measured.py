@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from planner.choice import Choice
-from planner.measured import (
+from planner.measured.probes import (
     Cell,
     Measured,
     MeasuredJob,
@@ -184,7 +184,7 @@ def test_a_probe_that_saw_less_lowers_the_plan_and_no_part_is_negative() -> None
 def test_other_layers_and_losses_are_not_corrected(change: dict[str, Any]) -> None:
     asked = inputs()
     problem, other = with_jobs(asked, probed(asked, missed=lambda *_: MIB)), replace(CHOICE, **change)
-    assert matching(problem.judge.memory.measured, problem.judge.memory, other) is None
+    assert matching(problem.inputs.measured.jobs, problem.judge.memory, other) is None
     assert problem.judge.memory.estimate(other) == make_problem(asked).judge.memory.estimate(other)
     time = problem.judge.time.estimate(other)
     assert time is not None and time.evidence != "measured"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from planner.choice import Choice
-from planner.measured import PHASES, Measured, MeasuredWhole
-from planner.measured_check import BadMeasurement, check_measurement
-from planner.measured_json import whole_of
+from planner.measured.check import BadMeasurement, check_measurement
+from planner.measured.document import whole_of
+from planner.measured.probes import PHASES, Measured, MeasuredWhole
 from planner.memory.coefficients_json import option_key, shape_hash
 from planner.planning import make_plan
 from planner.problem import PlanInput, Problem, make_problem

@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 
 from planner.choice import LOSS_PATHS, OFFLOAD_TARGETS, RECOMPUTES, SHARDINGS, Attention, Choice, Method, MixedPrecision
 from planner.choice import Weights as WeightsType
-from planner.measured import PHASES, probed_choice
+from planner.measured.probes import PHASES, probed_choice
 from planner.memory.optimizers import OPTIMIZERS
 
 SCHEMA = "trlfit.measurement/1"

@@ -10,20 +10,12 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from planner.measured import PHASES, MeasuredJob, first_layers, near, same_states
+from planner.measured.probes import PHASES, MeasuredJob, first_layers, near, same_states
+from planner.memory.correction import MEASURED_ERROR, Correction
 
 if TYPE_CHECKING:
     from planner.choice import Choice
     from planner.memory.model import MemoryModel
-    from planner.memory.phases import Phase
-
-MEASURED_ERROR = 0.01
-"""Half-width said for this tier, as a share of activations, working set and loss; never less than ``MEASURED_FLOOR`` of
-the peak. Probes at depth 1 and 2 met counted peaks at depth 8 to 0.7 % (docs/probe.md)."""
-MEASURED_FLOOR = 0.015
-
-AT_LAST = ("buckets", "gather", "moment2", "moment1", "master", "weights")
-"""Parts of a phase that give way to a measurement when nothing else is left, in this order."""
 
 
 class Plane(NamedTuple):
@@ -44,28 +36,6 @@ class Plane(NamedTuple):
     def _along(self, short: float, long: float, tokens: int) -> float:
         first, second = self.tokens
         return short + (long - short) * (tokens - first) / (second - first)
-
-
-class Correction(NamedTuple):
-    """Bytes to add to each phase, negative where the simulation said too much."""
-
-    forward: int
-    loss: int
-    backward: int
-    step: int
-    error: float
-    """Half-width as a share of activations, working set and loss; infinite far from the probed lengths."""
-    floor: float = MEASURED_FLOOR
-
-    def enter(self, phases: list[Phase]) -> None:
-        """Add itself to the phases' parts in place: to the working set of each, and no part falls below zero."""
-        for phase in phases:
-            amount: int = getattr(self, phase.name, 0)
-            first = "loss" if phase.name == "loss" else "recompute"
-            for part in (first, "saved_activations", "casts", "gradients", *AT_LAST):
-                phase.parts[part] += amount
-                amount = min(0, phase.parts[part])
-                phase.parts[part] -= amount
 
 
 class MeasuredMemory:
@@ -89,12 +59,7 @@ class MeasuredMemory:
     def _missed(model: MemoryModel, job: MeasuredJob, index: int) -> dict[str, float]:
         cell = job.cells[index]
         small = replace(model.job, architecture=first_layers(model.job.architecture, cell.layers), evaluates=False)
-        there = type(model)(
-            job=replace(small, seq_len=cell.sequence),
-            hardware=model.hardware,
-            reserve=model.reserve,
-            source=model.source,
-        )
+        there = model.of_job(replace(small, seq_len=cell.sequence))
         workspace = there.device_of(job.choice).workspace_bytes
         said = {
             phase.name: phase.bytes + workspace for phase in there.frame(job.choice).phases(job.choice.micro_batch, 1)

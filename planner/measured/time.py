@@ -7,34 +7,20 @@ measured. Between the lengths the factor goes with the logarithm of the tokens, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import log
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from planner.measured import MeasuredJob, first_layers, same_states
+from planner.measured.probes import MeasuredJob, same_states
 
 if TYPE_CHECKING:
     from planner.choice import Choice
-    from planner.measured_whole import WholeTime
-    from planner.memory.model import MemoryModel
-    from planner.time.step import MeasuredTimeSource, TimeModel
+    from planner.time.step import TimeModel
 
 MEASURED_TIME_ERROR = 0.15
 """Half-width said for a step on one device after a probe of the job, as a share of it: predictions from depth 1 and 2
 for depth 8 lie inside (docs/probe.md)."""
 LAYER_PARTS = ("matmul", "elementwise", "attention", "recompute", "offload", "other")
 MICRO_PHASES = ("forward", "loss", "backward")
-
-
-class Probe(NamedTuple):
-    """What is said of the seconds of one choice."""
-
-    time: MeasuredTime | WholeTime
-    own: bool
-    """It ran these knobs. Else it is the nearest of the same layers: what it saw of device and trainer holds for them
-    all, so that no choice is ahead because nothing was measured of it."""
-    whole: bool = False
-    """It ran on all ranks of the choice: communication and a host's optimizer are in it."""
 
 
 class MeasuredTime:
@@ -115,40 +101,3 @@ class MeasuredTime:
     def optimizer_s(self, choice: Choice, layers: int) -> float | None:
         """Seconds of the optimizer's step at ``layers`` layers, None where ``choice`` holds its states otherwise."""
         return max(0.0, self._step + self._step_per_layer * layers) if same_states(self.job, choice) else None
-
-
-def measured_seconds(memory: MemoryModel, time_of: Callable[[MemoryModel], TimeModel]) -> MeasuredTimeSource:
-    """What the probes of ``memory`` say of the seconds of a choice.
-
-    Args:
-        memory: the plan's, with its probes.
-        time_of: the time model beside another memory model.
-    """
-    known: dict[int, MeasuredTime | None] = {}
-    find = memory.matcher()
-
-    def model_at(layers: int, sequence: int) -> TimeModel:
-        job = replace(memory.job, architecture=first_layers(memory.job.architecture, layers), seq_len=sequence)
-        bare = type(memory)(job=job, hardware=memory.hardware, reserve=memory.reserve, source=memory.source)
-        return time_of(bare)
-
-    def time_of_job(job: MeasuredJob) -> MeasuredTime | None:
-        if id(job) not in known:
-            try:
-                known[id(job)] = MeasuredTime(job, model_at)
-            except ValueError:
-                known[id(job)] = None
-        return known[id(job)]
-
-    def measured(choice: Choice) -> Probe | None:
-        ran = memory.whole(choice)
-        if ran is not None and not ran.out_of_memory:
-            from planner.measured_whole import WholeTime  # it takes from here what it says of itself
-
-            return Probe(WholeTime(ran), own=True, whole=True)
-        job = find(choice)
-        near = find.nearest(choice) if job is None else job
-        time = time_of_job(near) if near is not None else None
-        return Probe(time, job is not None) if time is not None else None
-
-    return measured

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from planner.measured import PHASES, MeasuredWhole
-from planner.measured_memory import MEASURED_ERROR, Correction
-from planner.measured_time import MEASURED_TIME_ERROR
+from planner.measured.probes import PHASES, MeasuredWhole
+from planner.measured.time import MEASURED_TIME_ERROR
 from planner.memory.coefficients_json import option_key
+from planner.memory.correction import MEASURED_ERROR, Correction
 from planner.units import format_seconds
 
 if TYPE_CHECKING:
@@ -39,12 +39,7 @@ def by_choice(wholes: tuple[MeasuredWhole, ...], model: MemoryModel) -> dict[Cho
 def whole_correction(model: MemoryModel, whole: MeasuredWhole) -> Correction:
     """Bytes that make each phase of the choice that ran what was seen of it."""
     choice = whole.choice
-    bare = type(model)(
-        job=replace(model.job, evaluates=False),
-        hardware=model.hardware,
-        reserve=model.reserve,
-        source=model.source,
-    )
+    bare = model.of_job(replace(model.job, evaluates=False))
     workspace = bare.device_of(choice).workspace_bytes
     phases = bare.frame(choice).phases(choice.micro_batch, choice.grad_accum)
     said = {phase.name: phase.bytes + workspace for phase in phases}
@@ -52,15 +47,15 @@ def whole_correction(model: MemoryModel, whole: MeasuredWhole) -> Correction:
     return Correction(missed["forward"], missed["loss"], missed["backward"], missed["step"], MEASURED_ERROR)
 
 
-def notes_of_what_ran(model: MemoryModel, best: Choice) -> list[str]:
+def notes_of_what_ran(ran_here: Mapping[Choice, MeasuredWhole], best: Choice) -> list[str]:
     """Sentences on the plan that comes first, where it or others of the job ran here."""
-    own = model.whole(best)
+    own = ran_here.get(best)
     if own is not None and own.out_of_memory:
         return [
             "the best plan was probed here and ran out of the memory that a probe may take:"
             f" {own.out_of_memory[:200]}; a larger --reserve or other pins plan another"
         ]
-    others = [whole for whole in model.ran().values() if not whole.out_of_memory]
+    others = [whole for whole in ran_here.values() if not whole.out_of_memory]
     if own is not None or not others:
         return []
     # The quickest is what the best plan is held against.

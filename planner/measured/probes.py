@@ -1,8 +1,8 @@
 """Measured: what probes saw of a machine, and of a job at small depth on it, as the planner is handed it.
 
 Rates enter as the peaks that would reach them under the shares of ``planner.time.rates`` and ``planner.time.links``;
-a job's seconds and bytes correct what the models say of the same job (``planner.measured_memory``,
-``planner.measured_time``).
+a job's seconds and bytes correct what the models say of the same job (``planner.measured.memory``,
+``planner.measured.time``).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.choice import Choice
-from planner.measured import PHASES, Cell, MeasuredJob, MeasuredRates, MeasuredWhole
+from planner.measured.probes import PHASES, Cell, MeasuredJob, MeasuredRates, MeasuredWhole
 
 HALF = ("bfloat16", "float16")
 

@@ -1,0 +1,1 @@
+"""What probes saw of a machine and of a job, and how it corrects memory and time."""
