@@ -204,7 +204,8 @@ class Progress:
         step_s = as_number(row.get("step_s"))
         if step_s is not None:
             expected = self._predicted.step_s
-            parts.append(f"{step_s:.2f} s/step" + (f" (predicted {expected:.2f})" if expected else ""))
+            predicted_s = f" (predicted {format_seconds(expected)})" if expected else ""
+            parts.append(f"{format_seconds(step_s)}/step{predicted_s}")
         tokens = as_number(row.get("tokens"))
         if tokens is not None and step_s:
             parts.append(f"{format_rate(tokens / step_s)} tokens/s")
@@ -219,7 +220,7 @@ class Progress:
                     parts.append(_against(name, max(values), expected_bytes))
         elif resident := max((v for v in resident_growth(row, self._base) if v is not None), default=0):
             parts.append(_against("peak", resident, predicted.allocated_bytes))
-        if self.left_s is not None:
+        if self.left_s:
             parts.append(f"{format_seconds(self.left_s)} left")
         return "  ".join(parts)
 

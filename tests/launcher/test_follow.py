@@ -175,9 +175,9 @@ def step_rows(text: str) -> list[Event]:
 def test_progress_says_what_was_predicted(root: Path) -> None:
     progress = Progress(make_run(root / "a"))
     assert feed(progress, *step_rows(ROWS)) == [
-        "step 1  loss 2.0000  3.00 s/step (predicted 2.00)  2,731 tokens/s"
+        "step 1  loss 2.0000  3.00 s/step (predicted 2.00 s)  2,731 tokens/s"
         "  peak 51.0 GiB (predicted 50.0 GiB, 49.0 GiB on rank 0)  reserved 52.0 GiB (predicted 55.0 GiB)",
-        "step 2  loss 1.5000  2.00 s/step (predicted 2.00)  4,096 tokens/s"
+        "step 2  loss 1.5000  2.00 s/step (predicted 2.00 s)  4,096 tokens/s"
         "  peak 51.0 GiB (predicted 50.0 GiB, 49.0 GiB on rank 0)  reserved 52.0 GiB (predicted 55.0 GiB)",
     ]
     assert progress.fraction is None

@@ -56,7 +56,7 @@ async def test_a_run_that_is_over_is_opened_from_the_history(size: tuple[int, in
         await wait_for(pilot, lambda: "log line 39" in screen_text(app))
         text = screen_text(app)
         assert "[5 RUN]" in text and "one: finished after 3 steps" in text
-        assert "step 3" in text and "loss 2.2500" in text and "(predicted 2.00)" in text
+        assert "step 3" in text and "loss 2.2500" in text and "(predicted 2.00 s)" in text
         ranks = [line for line in text.splitlines() if "rank " in line]
         assert len(ranks) == 2
         assert "50.00" in ranks[0] and "51.00" in ranks[0] and "predicted   50.00" in ranks[0]

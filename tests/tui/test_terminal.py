@@ -146,7 +146,7 @@ def test_a_journey(tmp_path: Path) -> None:
         assert "runs/" in asked
         terminal.keys("L")
         terminal.wait_for("[5 RUN]", "checking the data")
-        terminal.wait_for("s/step", seconds=240)
+        terminal.wait_for("/step", seconds=240)
         shown = terminal.wait_for("finished after 6 steps", "step 6/6", seconds=240)
         assert "predicted" in shown and "Log" in shown
         terminal.keys("6")
