@@ -124,11 +124,10 @@ class TrlfitApp(RunsApp):
         return "Bksp" if binding.key == "backspace" else shown_key(binding.key)
 
     def action_command_palette(self) -> None:
-        """The palette, in signs that every terminal has."""
-        from textual.command import CommandPalette
+        from tui.screens.palette import Palette  # not before somebody asks for it
 
-        if not any(isinstance(screen, CommandPalette) for screen in self.screen_stack):
-            self.push_screen(CommandPalette(id="--command-palette", placeholder="Search for commands"))
+        if not any(isinstance(screen, Palette) for screen in self.screen_stack):
+            self.push_screen(Palette())
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """The palette: every screen, every key of the one in front, and the themes."""
