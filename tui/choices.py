@@ -81,6 +81,12 @@ def pins(text: str) -> list[str]:
     return [f"{knob}={name}" for name in matching(value, _values(knob.strip()))]
 
 
+def more_pins(text: str) -> list[str]:
+    """The same for the last of a list of pins."""
+    before, comma, last = text.rpartition(", ")
+    return [f"{before}{comma}{choice}" for choice in pins(last)]
+
+
 def _values(knob: str) -> Sequence[str]:
     """Words that a knob may have; none of a knob that takes a number."""
     from planner.choice import LOSS_PATHS, OFFLOAD_TARGETS, RECOMPUTES, SHARDINGS, Attention, MixedPrecision, Weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ class Field:
             return ""
         if isinstance(value, bool):
             return "on" if value else "off"
+        if isinstance(value, dict):
+            return ", ".join(f"{knob}={_pin_text(pin)}" for knob, pin in value.items())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         if isinstance(value, list):
             return ",".join(map(str, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         return f"{value:,}" if isinstance(value, int) else str(value)  # pyright: ignore[reportUnknownArgumentType]
@@ -91,10 +94,37 @@ def _above_zero(text: str) -> float:
     return number
 
 
+def _pin_text(pin: Any) -> str:
+    if isinstance(pin, list):
+        return ",".join(map(str, pin))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return "" if pin is None else str(pin)
+
+
+def pins(text: str) -> dict[str, str]:
+    """``recompute=full, offload=act,opt`` as knobs and their values.
+
+    Raises:
+        ArgumentTypeError: it is no such list, or a knob has no such value.
+    """
+    from planner.pins import PinError, parse_pins  # not before somebody pins
+
+    pairs = [part.partition("=") for part in _BETWEEN_PINS.split(text) if part.strip()]
+    if any(not sign for _, sign, _ in pairs):
+        raise ArgumentTypeError("knob=value, such as recompute=full; a comma before the next one")
+    found = {knob.strip(): value.strip() for knob, _, value in pairs}
+    try:
+        parse_pins(found)
+    except PinError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return found
+
+
 def _optional(text: str) -> str | None:
     return text or None
 
 
+_BETWEEN_PINS = re.compile(r",\s*(?=[a-z_]+\s*=)")
+"""Values may be lists themselves."""
 FIELDS = (
     Field(path="model", label="model", says="hub id, folder, or config.json"),
     Field(path="trainer", label="trainer", choices=get_args(Trainer), says="TRL's trainer"),
@@ -119,6 +149,7 @@ FIELDS = (
     Field(path="goal", label="goal", choices=get_args(Goal), says="what the ranking is for"),
     Field(path="reserve", label="kept free", parse=_share, says="share of each card"),
     Field(path="allow", label="may alter", parse=word_list, says="numerics, method: else only offered"),
+    Field(path="pins", label="pins", parse=pins, says="knobs to keep: recompute=full, cp=8"),
 )
 
 

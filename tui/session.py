@@ -25,6 +25,7 @@ MAX_FILE_BYTES = 64 * 2**10
 """Of a job file on the screen, where every keystroke reads it: 0.2 s."""
 HERE = "the screen"
 """Where a value came from that was typed here."""
+PINS = "pins"
 _FLAGS = {path: "--" + name.replace("_", "-") for name, path in FLAG_FIELDS.items()}
 _MAPPINGS = {"pins": "--pin", "trl": "--trl", "stack": "--stack"}
 
@@ -130,6 +131,8 @@ class Session:
     def set(self, path: str, value: Any) -> None:
         """Put ``value`` in the place of what the file or the default says."""
         self._remember()
+        if path == PINS:  # all of them at once
+            self.edits = {other: edit for other, edit in self.edits.items() if not other.startswith(f"{PINS}.")}
         self.edits[path] = value
 
     def open(self, file: Path) -> None:
@@ -163,9 +166,10 @@ class Session:
 
     def reset(self, path: str) -> None:
         """Back to what the file or the default says."""
-        if path in self.edits and path != "model":
+        gone = {path, *(other for other in self.edits if path == PINS and other.startswith(f"{PINS}."))}
+        if path != "model" and not gone.isdisjoint(self.edits):
             self._remember()
-            del self.edits[path]
+            self.edits = {other: edit for other, edit in self.edits.items() if other not in gone}
 
     def undo(self) -> bool:
         """Take the last edit back; whether there was one."""
@@ -212,7 +216,7 @@ def nested(edits: Mapping[str, Any]) -> dict[str, Any]:
         target = out
         for parent in parents:
             target = target.setdefault(parent, {})
-        target[leaf] = value
+        target[leaf] = dict(value) if path == PINS else value  # a pin of its own may follow
     return out
 
 
@@ -223,6 +227,8 @@ def _parts(path: str) -> list[str]:
 
 def _words(path: str, value: Any) -> list[str]:
     """Words of the command line that set one field."""
+    if path == PINS:
+        return [word for knob, pin in value.items() for word in _words(f"{PINS}.{knob}", pin)]
     head, _, rest = path.partition(".")
     if head in _MAPPINGS:
         text = _listed(value) if isinstance(value, list) else _scalar(value)  # pyright: ignore[reportUnknownArgumentType]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from textual.command import CommandList
 
 from launcher.ending.outcomes import Outcome
 from launcher.nvml.gpus import CardSample
@@ -201,6 +202,23 @@ async def test_the_form_says_where_the_job_is_kept(folder: Path, capsys: pytest.
         assert "job.yaml, changed here; w saves it" in screen_text(app)
 
 
+async def test_pins_are_seen_and_taken_out() -> None:
+    async with session((120, 36)) as (app, pilot):
+        app.pin("recompute=full")
+        await settled(app, pilot)
+        text = await go(pilot, "1", "end")
+        assert row_of(text, "pins")[:2] == ["pins", "recompute=full"]
+        await go(pilot, "enter", "end", *", sharding=zero3")
+        assert "sharding=zero3" in screen_text(app)
+        await go(pilot, "enter")
+        await settled(app, pilot)
+        best = app.known.candidates[0]["choice"]
+        assert (best["recompute"], best["sharding"]) == ("full", "zero3")
+        await go(pilot, "backspace")
+        await settled(app, pilot)
+        assert app.known.session.job()[0].pins == {}
+
+
 def test_leaving_says_the_command_of_a_job_that_no_file_has(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,6 +292,16 @@ async def test_what_a_probe_says_is_not_cut() -> None:
         # A word is found in the line where it stands.
         await go(pilot, "slash", *"free", "enter")
         assert app.screen._found_at == 0  # type: ignore[attr-defined]
+
+
+async def test_a_page_key_ends_nothing_where_the_list_of_the_palette_has_no_room() -> None:
+    async with session((80, 24)) as (app, pilot):
+        await pilot.resize_terminal(120, 4)
+        await go(pilot, "ctrl+p", *"goal")
+        found = app.screen.query_one(CommandList)
+        await wait_for(pilot, lambda: found.option_count > 0)
+        await go(pilot, "down", "pageup", "pagedown", "pageup", "escape")
+        assert app.is_running and len(app.screen_stack) == 1
 
 
 async def test_the_palette_is_drawn_in_ascii_where_there_is_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

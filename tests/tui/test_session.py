@@ -109,7 +109,7 @@ def test_what_a_field_shows_can_be_typed_back(field: Field) -> None:
         {
             "model": "Qwen/Qwen3-8B", "method": "qlora", "data": {"dataset": "rows.jsonl"}, "global_batch": 1024,
             "trl": {"num_train_epochs": 2.5, "learning_rate": 1e-4, "max_steps": 30},
-            "allow": ["numerics", "method"], "seq_len": 131072,
+            "allow": ["numerics", "method"], "seq_len": 131072, "pins": {"recompute": "full", "gpus": 8},
         }
     )  # fmt: skip
     text = field.text(job)
@@ -165,6 +165,28 @@ def test_what_is_no_value_is_a_sentence(path: str, text: str) -> None:
     (field,) = [field for field in FIELDS if field.path == path]
     with pytest.raises(ValueError, match=text):
         field.value(text)
+
+
+def test_pins_are_one_field_and_one_by_one() -> None:
+    (field,) = [field for field in FIELDS if field.path == "pins"]
+    assert field.value("recompute=full,offload=activations,optimizer, cp=8") == {
+        "recompute": "full",
+        "offload": "activations,optimizer",
+        "cp": "8",
+    }
+    for text, says in (("recompute", "knob=value"), ("recompute=all", "recompute=all"), ("cup=8", "is not a knob")):
+        with pytest.raises(ValueError, match=says):
+            field.value(text)
+    session = Session(edits={"model": "Qwen/Qwen3-8B"})
+    session.set("pins.cp", "8")
+    session.set("pins", field.value("recompute=full"))
+    session.set("pins.sharding", "fsdp")
+    assert session.job()[0].pins == {"recompute": "full", "sharding": "fsdp"}
+    assert session.edits["pins"] == {"recompute": "full"}
+    assert session.command().endswith("--pin recompute=full --pin sharding=fsdp")
+    session.reset("pins")
+    assert session.job()[0].pins == {}
+    assert session.undo() and field.text(session.job()[0]) == "recompute=full, sharding=fsdp"
 
 
 def test_fields_of_a_method() -> None:

@@ -25,6 +25,7 @@ CHOICES: Mapping[str, choices.Choices] = {
     "model": choices.models,
     "data.dataset": choices.data_files,
     "machine": choices.machines,
+    "pins": choices.more_pins,
 }
 """Fields that list what may be typed."""
 LABEL_CELLS = 13
