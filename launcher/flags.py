@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from launcher.errors import UsageError
 from launcher.output import print_text
+from launcher.paths import expanded
 from planner.units import parse_tokens
 
 USAGE = """\
@@ -113,7 +114,7 @@ def take_job_file(args: argparse.Namespace) -> None:
         return
     if args.job is not None:
         raise UsageError(f"two job files: {named} and --job {args.job}; give one")
-    args.job, args.model = Path(named).expanduser(), None
+    args.job, args.model = expanded(named), None
 
 
 def word_list(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Every folder trlfit reads or writes outside the run folder it was told about, and where it lies itself."""
+"""Every folder trlfit reads or writes outside the run folder it was told about, where it lies itself; typed names."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ PACKAGES_FOLDER = Path(__file__).resolve().parents[1]
 """Where our packages lie: a process started here finds them by ``-m``."""
 
 
+def expanded(name: str | Path) -> Path:
+    """A name that somebody typed, with ``~`` as the home it means.
+
+    Of a user whom the system does not know it stays as it is, as in a shell, and is then missed like any other file.
+    """
+    return Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser raises there
+
+
 def cache_dir() -> Path:
     """Traced and measured coefficients. ``TRLFIT_CACHE`` redirects it."""
     override = os.environ.get("TRLFIT_CACHE")
@@ -18,7 +26,7 @@ def cache_dir() -> Path:
     if sys.platform == "linux":
         # As platformdirs has it, which a plan that asks for measurements need not load.
         base = os.environ.get("XDG_CACHE_HOME", "").strip()
-        return (Path(base) if base else Path("~/.cache").expanduser()) / "trlfit"
+        return (Path(base) if base else expanded("~/.cache")) / "trlfit"
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("trlfit", appauthor=False))

@@ -15,6 +15,7 @@ from launcher.ending.prediction_errors import ERRORS_SCHEMA, error_groups, error
 from launcher.errors import EnvironmentLacks, ExitCode, TrlfitError, UsageError
 from launcher.inputs.validation_text import shown
 from launcher.output import print_json, print_text, table
+from launcher.paths import expanded
 from launcher.running.checkpoints import disk_need, last_checkpoint
 from launcher.running.follow import closing_lines, narrate
 from launcher.running.run_record import PLAN, claim, forget_next, read_json, release, stage_next
@@ -67,7 +68,7 @@ def _write(target: Target, args: argparse.Namespace) -> Path:
 
 def run_launch(args: argparse.Namespace) -> int:
     """Write if needed, launch, follow until the end."""
-    if (args.resume or args.next) and not (args.target and is_run_folder(Path(args.target).expanduser())):
+    if (args.resume or args.next) and not (args.target and is_run_folder(expanded(args.target))):
         flag = "--next" if args.next else "--resume"
         named = f"{shown(args.target)} is none" if args.target else "name one"
         raise UsageError(f"{flag} needs a run folder that was launched; {named}")

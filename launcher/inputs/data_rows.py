@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from launcher.paths import expanded
 
 LARGEST_BYTES = 64 * 1024**2
 """Files above are not read for a count: a plan takes a fraction of a second."""
@@ -16,7 +16,7 @@ def count_rows(dataset: str | None) -> int | None:
     if dataset is None or not dataset.lower().endswith((".jsonl", ".json")):
         return None
     try:
-        path = Path(dataset).expanduser()
+        path = expanded(dataset)
         if not path.is_file() or path.stat().st_size > LARGEST_BYTES:
             return None
         rows = 0
@@ -26,6 +26,6 @@ def count_rows(dataset: str | None) -> int | None:
                 if text and not (text.startswith(b"{") and text.endswith(b"}")):
                     return None
                 rows += bool(text)
-    except (OSError, ValueError, RuntimeError):
+    except (OSError, ValueError):
         return None
     return rows or None

@@ -9,34 +9,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from launcher.errors import UsageError
+from launcher.inputs.small_file import read_text
 from launcher.inputs.validation_text import shown, validation_line
 from planner.job import Job
 
 MAX_JOB_BYTES = 2**20
-
-
-def read_text(path: Path, what: str, limit: int = MAX_JOB_BYTES) -> str:
-    """Text of a small document; never more than ``limit`` is read, also of a device or a pipe.
-
-    Raises:
-        UsageError: missing, unreadable, a folder, too large, or not text.
-    """
-    try:
-        if path.is_dir():
-            raise UsageError(f"{what} {shown(path)} is a folder; give a file")
-        with path.open("rb") as file:
-            data = file.read(limit + 1)
-        if len(data) > limit:
-            raise UsageError(f"{what} {shown(path)} is larger than {limit // 1024} KiB; is it the right file?")
-        # Windows editors begin files with a byte-order mark.
-        return data.decode("utf-8-sig")
-    except FileNotFoundError:
-        raise UsageError(f"{what} {shown(path)} does not exist") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{what} {shown(path)} is not a text file") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"{what} {shown(path)} cannot be read ({reason})") from None
 
 
 def load_job_file(path: Path) -> dict[str, Any]:
@@ -49,7 +26,7 @@ def load_job_file(path: Path) -> dict[str, Any]:
 
     from launcher.inputs.strict_yaml import StrictLoader
 
-    text = read_text(path, "job file")
+    text = read_text(path, "job file", MAX_JOB_BYTES)
     try:
         data = yaml.load(text, Loader=StrictLoader)
     except yaml.MarkedYAMLError as error:

@@ -10,7 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from launcher.errors import UsageError
+from launcher.inputs.small_file import read_text
 from launcher.inputs.validation_text import short
+from launcher.paths import expanded
 from planner.machine import MACHINE_SCHEMA, MAX_NODES, Machine
 from planner.named_machine import named_machine
 from profiles.cards import CardNotFound, find_card
@@ -116,23 +118,7 @@ def _is_path(text: str) -> bool:
 
 
 def _from_file(text: str, nodes: int) -> Machine:
-    path = Path(text).expanduser()
-    try:
-        # Not its size first: a device or a pipe has none.
-        with path.open("rb") as file:
-            content = file.read(_MAX_FILE_BYTES + 1)
-        if len(content) > _MAX_FILE_BYTES:
-            raise UsageError(f"{text} is larger than 8 MiB and no machine file")
-        document = content.decode("utf-8")
-    except FileNotFoundError:
-        raise UsageError(f"machine file {text} is not there; {_HINT}") from None
-    except IsADirectoryError:
-        raise UsageError(f"{text} is a folder; {_HINT}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{text} is not a text file; {_HINT}") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"machine file {short(text)} cannot be read: {reason}") from None
+    document = read_text(expanded(text), "machine file", _MAX_FILE_BYTES, _HINT)
     machine = machine_from_json(document, where=text)
     machine.origin = "file"
     machine.spec = text

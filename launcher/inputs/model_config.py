@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import EnvironmentLacks, TrlfitError, UsageError
+from launcher.inputs.small_file import read_text
 from launcher.inputs.validation_text import MAX_PATH, shown
+from launcher.paths import expanded
 from planner.architecture import Architecture
 from planner.config.reader import UnreadableConfig, read_architecture
 from profiles.models import find_model, nearest
@@ -33,9 +35,9 @@ def resolve_architecture(model: str) -> Architecture:
         EnvironmentLacks: only the hub could know it, and the hub cannot be asked.
     """
     try:
-        path = Path(model).expanduser()
+        path = expanded(model)
         exists = path.exists()
-    except (OSError, ValueError, RuntimeError):  # too long, a NUL, a ~user that does not exist
+    except (OSError, ValueError):  # too long, a NUL
         path, exists = Path(), False
     if exists:
         return _from_path(model, path)
@@ -66,16 +68,9 @@ def _from_path(model: str, path: Path) -> Architecture:
 
 def _load(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``."""
+    text = read_text(path, "model config", MAX_CONFIG_BYTES, "give the model's config.json")
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_CONFIG_BYTES + 1)
-        if len(text) > MAX_CONFIG_BYTES:
-            raise UsageError(f"{path}: larger than any config.json; give the model's config, not its weights")
-        data = json.loads(text.decode("utf-8-sig"))
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: is not a text file; give the model's config.json") from None
+        data = json.loads(text)
     except (RecursionError, ValueError) as error:
         line = f" at line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise UsageError(f"{path}: is not valid JSON{line}; give the model's config.json") from None
@@ -95,9 +90,9 @@ def hub_cache() -> Path:
     """The folder where huggingface_hub keeps repositories."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(variable):
-            return Path(os.environ[variable]).expanduser()
+            return expanded(os.environ[variable])
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(home).expanduser() / "hub"
+    return expanded(home) / "hub"
 
 
 def _cached_config(model: str) -> Path | None:

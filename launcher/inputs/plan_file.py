@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from launcher.errors import UsageError
-from launcher.inputs.job_file import read_text
+from launcher.inputs.small_file import read_text
 from launcher.inputs.validation_text import shown
 from planner.advice.old_plan import OldPlan
 from planner.choice import Choice

@@ -14,6 +14,7 @@ from packaging.version import InvalidVersion, Version
 
 from launcher.errors import EnvironmentLacks, UsageError
 from launcher.inputs.validation_text import short
+from launcher.paths import expanded
 from planner.stack import PACKAGES, Origin, Stack
 from profiles.stacks import load_packages
 
@@ -179,7 +180,7 @@ def _located(python: str | None) -> str:
         if found is None:
             raise EnvironmentLacks(f"--python {python}: no such command on PATH")
         return str(Path(found).absolute())
-    path = Path(python).expanduser()
+    path = expanded(python)
     try:
         if path.is_dir():
             inside = path / "bin" / "python"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from launcher.errors import UsageError
+from launcher.paths import expanded
 from planner.architecture import Architecture
 from planner.choice import Choice
 from planner.job import Job
@@ -158,7 +159,7 @@ def absolute(path: str, base_dir: str | None = None) -> str:
     """``path`` with ~ and relative parts resolved from ``base_dir``, or from the current folder."""
     start = Path.cwd() if base_dir is None else Path(base_dir)
     # normpath, not resolve: a link stays the name that the user gave.
-    return os.path.normpath(start / Path(path).expanduser())
+    return os.path.normpath(start / expanded(path))
 
 
 def _dataset(job: Job) -> str:

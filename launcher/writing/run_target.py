@@ -14,7 +14,7 @@ from launcher.flags import take_job_file
 from launcher.inputs.model_config import resolve_architecture
 from launcher.inputs.validation_text import MAX_PATH, shown
 from launcher.output import json_lines
-from launcher.paths import runs_dir
+from launcher.paths import expanded, runs_dir
 from launcher.planning import job_from_args, plan_from_args
 from launcher.run_text.run_spec import LOCAL_FORMATS, RunSpec, dataset_builder, dataset_source
 from launcher.writing.run_folder import is_run_folder
@@ -49,7 +49,7 @@ def resolve_target(args: argparse.Namespace) -> Target:
         NothingFits: nothing fits as asked.
     """
     text = args.target
-    path = Path(text).expanduser() if text else None
+    path = expanded(text) if text else None
     if path is not None and path.is_dir() and is_run_folder(path):
         if args.output is not None:
             raise UsageError(f"{text} is a run folder already; drop -o, or name the job it should be written from")
@@ -117,7 +117,7 @@ def check_data_named(job: Job) -> None:
     """There is data; and a file that lies here is meant as a file, even where its name could be a hub id."""
     dataset = job.data.dataset
     dataset_source(job)
-    if dataset and dataset_builder(job) is None and Path(dataset).expanduser().is_file():
+    if dataset and dataset_builder(job) is None and expanded(dataset).is_file():
         kinds = ", ".join(LOCAL_FORMATS)
         raise UsageError(f"data.dataset {shown(dataset, MAX_PATH)} is a file of no known kind; convert it to {kinds}")
 

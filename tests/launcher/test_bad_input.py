@@ -24,6 +24,7 @@ from tests.launcher.command_line import (
 from tests.launcher.tiny_models import EXAMPLES, templateless_model, tiny_model
 
 USAGE, ENVIRONMENT = 2, 4
+NOBODY = "~no-such-user"
 BERT = {**TINY_CONFIG, "model_type": "bert", "architectures": ["BertForMaskedLM"]}
 BOMB = "x0: &a0 [l, l, l, l, l, l, l, l, l]\n" + "".join(
     f"x{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
@@ -53,7 +54,7 @@ def model(name: str, *says: str, code: int = USAGE, files: dict[str, str | bytes
 
 def config(text: str | bytes, *says: str) -> Case:
     """A plan of a folder whose config.json holds ``text``."""
-    return model("m", "m/config.json: ", *says, files={"m/config.json": text})
+    return model("m", "m/config.json", *says, files={"m/config.json": text})
 
 
 def machine(spec: str, *says: str, files: dict[str, str | bytes] | None = None) -> Case:
@@ -89,6 +90,7 @@ MODELS = {
     ),
     "none": Case(("plan", *H100), ("no model given; name one, for example: trlfit plan Qwen/Qwen3-8B",)),
     "too-many-slashes": model("a/b/c", "neither a path nor a hub id"),
+    "home-of-nobody": model(f"{NOBODY}/m", f"'{NOBODY}/m': no such file or folder"),
     "path-that-is-not-there": model("./nothing", "'./nothing': no such file or folder"),
     "endless-name": model("x" * 5000, "neither a path nor a hub id"),
     "name-with-a-line-break": model("a\nb", "'a\\nb' is neither"),
@@ -99,7 +101,7 @@ MODELS = {
     "weights": model("m.safetensors", "is not a text file", files={"m.safetensors": b"\x80\xff\x00" * 99}),
     "broken-config": config("{broken", "is not valid JSON at line 1"),
     "empty-config": config("", "is not valid JSON at line 1"),
-    "huge-config": config(" " * (9 << 20), "larger than any config.json"),
+    "huge-config": config(" " * (9 << 20), "is larger than 8192 KiB; give the model's config.json"),
     "binary-config": config(b"\x80\xff\x00" * 99, "is not a text file"),
     "list-config": config("[]", "holds no JSON object"),
     "deep-config": config("[" * 100_000, "is not valid JSON"),
@@ -222,14 +224,15 @@ def box(says: str, **card: object) -> Case:
 
 
 MACHINES = {
+    "home-of-nobody": machine(f"{NOBODY}/box.json", f"machine file '{NOBODY}/box.json' does not exist"),
     "near-miss": machine("8xH10O-80GB", "no card 'H10O-80GB'; nearest: H100-80GB"),
     "nothing-like-it": machine("banana", "no card 'banana'", "write local, cpu, NxCARD such as 8xH100-80GB"),
     "family": machine("8xA100", "'A100' may be A100-40GB, ", "A100-80GB", "write one of them"),
     "no-cards": machine("0xH100-80GB", "a node has 1 to 128 cards, not 0"),
     "thousand-cards": machine("1000xH100-80GB", "a node has 1 to 128 cards, not 1000; more of them take --nodes"),
     "empty": machine("", "--machine: is empty"),
-    "no-file": machine("box.json", "machine file box.json is not there"),
-    "folder": machine("./box", "./box is a folder", files={"box/x": ""}),
+    "no-file": machine("box.json", "machine file 'box.json' does not exist; write local"),
+    "folder": machine("./box", "machine file 'box' is a folder; write local", files={"box/x": ""}),
     "broken": machine("box.json", "box.json, line 1, column 2: not JSON", files={"box.json": "{bro"}),
     "no-schema": machine("box.json", "it has no schema trlfit.machine/1", files={"box.json": "{}"}),
     "other-schema": machine(
@@ -258,6 +261,7 @@ MACHINES = {
 
 JOBS = {
     "missing": Case(("plan", "--job", "none.yaml"), ("job file 'none.yaml' does not exist",)),
+    "home-of-nobody": Case(("plan", f"{NOBODY}/job.yaml"), (f"job file '{NOBODY}/job.yaml' does not exist",)),
     "folder": Case(("plan", "--job", "d"), ("job file 'd' is a folder; give a file",), files={"d/x": ""}),
     "unreadable": Case(("plan", "--job", "/proc/self/mem"), ("job file '/proc/self/mem' cannot be read",)),
     "endless": Case(("plan", "--job", "/dev/zero"), ("job file '/dev/zero' is larger than 1024 KiB",)),
@@ -360,6 +364,15 @@ RUNS = {
     "control-characters": Case(
         ("watch", "a\x1b[31m\x9b\u202eb"), (r"a\x1b[31m\x9b\u202eb is not a run folder",)
     ),
+    "resume-a-run-of-nobody": Case(
+        ("launch", f"{NOBODY}/run", "--resume"), ("--resume needs a run folder that was launched",)
+    ),
+    "python-of-nobody": Case(
+        ("plan", MODEL, *H100, "--python", f"{NOBODY}/python"), (f"--python {NOBODY}/python is not there",), ENVIRONMENT
+    ),
+    "data-of-nobody": Case(
+        ("write", MODEL, *H100, "--dataset", f"{NOBODY}/rows.jsonl"), (f"{NOBODY}/rows.jsonl does not exist",)
+    ),
     "resume-nothing": Case(("launch", "none", "--resume"), ("--resume needs a run folder that was launched",)),
     "next-nothing": Case(("launch", "--next"), ("--next needs a run folder that was launched; name one",)),
     "forget-nothing": Case(("probe", "--forget", ""), ("--forget: a WORD is empty; --forget alone removes all",)),
@@ -373,6 +386,7 @@ RUNS = {
         ("probe", "--route", "mxfp4-sr", "--lora-r", "8"), ("--lora-r: --route takes MODEL and --dataset of a job",)
     ),
     "list-of-a-job": Case(("probe", "--show", "--method", "lora"), ("--method: --show runs no probe; drop it",)),
+    "list-of-rates": Case(("probe", "--show", "--rates"), ("--rates: --show runs no probe; drop it",)),
     "steps-of-no-route": Case(("probe", "--rates", "--steps", "9"), ("--steps is for --route",)),
     "limit-of-a-list": Case(("probe", "--show", "--limit", "9"), ("--limit is for probes; --show runs none",)),
     "probe-of-short-rows": Case(

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from launcher.errors import UsageError
-from launcher.inputs.job_file import load_job_file, read_text, resolve_job
+from launcher.inputs.job_file import load_job_file, resolve_job
+from launcher.inputs.small_file import read_text
 from launcher.inputs.strict_yaml import MAX_DEPTH, MAX_VALUES, StrictLoader
 from launcher.inputs.validation_text import shown
 from planner.job import MAX_DEPTH as MAX_FREE_DEPTH

@@ -191,13 +191,13 @@ def test_broken_files_are_one_line(tmp_path: Path, text: str, said: str) -> None
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"nowhere\.json is not there"):
+    with pytest.raises(UsageError, match=r"nowhere\.json' does not exist; write local"):
         resolve_machine("nowhere.json")
     with pytest.raises(UsageError, match="is a folder"):
         resolve_machine(f"{tmp_path}/")
-    with pytest.raises(UsageError, match="cannot be read: embedded null"):
+    with pytest.raises(UsageError, match=r"cannot be read \(embedded null"):
         resolve_machine("a\0.json")
-    with pytest.raises(UsageError, match="cannot be read: File name too long"):
+    with pytest.raises(UsageError, match=r"cannot be read \(File name too long"):
         resolve_machine("a" * 5000 + ".json")
     binary = tmp_path / "weights.json"
     binary.write_bytes(b"\xff\xfe\x00")
@@ -208,5 +208,5 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="larger than"):
         resolve_machine(str(big))
     # A device has no size to look at, and no end.
-    with pytest.raises(UsageError, match="/dev/zero is larger than"):
+    with pytest.raises(UsageError, match="/dev/zero' is larger than"):
         resolve_machine("/dev/zero")
