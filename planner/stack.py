@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from packaging.version import InvalidVersion, Version
@@ -27,6 +28,11 @@ PACKAGES: tuple[str, ...] = (
 """Distributions that change what a run allocates or may do, by their names on PyPI."""
 
 Origin = Literal["installed", "stated", "newest known", "absent"]
+
+
+def public_versions(versions: Mapping[str, str]) -> dict[str, str]:
+    """Package -> version without its build tag: ``2.13.0`` of ``2.13.0+cpu``."""
+    return {package: version.partition("+")[0] for package, version in versions.items()}
 
 
 class Stack(BaseModel):

@@ -80,9 +80,6 @@ def run_measure(args: argparse.Namespace) -> int:
 
 def run_kept(args: argparse.Namespace) -> int:
     """Show, forget, export or import what is kept; with --json what was shown, written, taken in or forgotten."""
-    if args.model or args.rates or args.measure or args.whole:
-        what = args.model or next(f"--{name}" for name in ("rates", "measure", "whole") if getattr(args, name))
-        raise UsageError(f"{what}: nothing is measured when what is kept is shown, forgotten, written or taken in")
     if args.forget and not all(word.strip() for word in args.forget):
         raise UsageError("--forget: a WORD is empty; --forget alone removes all")
     touched: list[dict[str, Any]] = []

@@ -70,6 +70,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise UsageError(f"{measured[0]} and --route ask for two probes; run one after the other")
     kept = next((f"--{name.rstrip('_')}" for name in ("show", "export", "import_") if getattr(args, name)), None)
     kept = "--forget" if args.forget is not None else kept
+    if measured and kept:
+        raise UsageError(f"{measured[0]}: {kept} runs no probe; drop it")
     _check_job_flags(args, kept, rates_alone=measured == ["--rates"])
     for name, needs in (("steps", "--route"), ("seeds", "--route"), ("route", ""), ("limit", "what is measured")):
         if getattr(args, name) is None:

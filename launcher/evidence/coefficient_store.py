@@ -29,7 +29,7 @@ from planner.memory.coefficients_json import (
 )
 from planner.memory.formula import ActivationOptions, formula_coefficients
 from planner.memory.parts import CoefficientSource
-from planner.stack import Stack
+from planner.stack import Stack, public_versions
 from profiles.coefficients import find_coefficients
 
 PACKAGES = ("torch", "transformers", "peft", "trl")
@@ -143,9 +143,9 @@ def keep(document: CoefficientDocument) -> None:
         replace_file(folder / f"{_cache_key(document.shape, key, document.versions)}.json", text)
 
 
-def _public(versions: Mapping[str, str]) -> dict[str, str]:
+def _deciding(versions: Mapping[str, str]) -> dict[str, str]:
     """Versions of the packages that matter, without build tags such as ``+cpu``."""
-    return {package: versions[package].partition("+")[0] for package in PACKAGES if package in versions}
+    return public_versions({package: versions[package] for package in PACKAGES if package in versions})
 
 
 def _cache_key(shape: str, option: str, versions: Mapping[str, str] | None) -> str:
@@ -153,7 +153,7 @@ def _cache_key(shape: str, option: str, versions: Mapping[str, str] | None) -> s
     head = hashlib.sha256(json.dumps([shape, option]).encode()).hexdigest()[:32]
     if versions is None:
         return head
-    return f"{head}-{hashlib.sha256(json.dumps(_public(versions), sort_keys=True).encode()).hexdigest()[:16]}"
+    return f"{head}-{hashlib.sha256(json.dumps(_deciding(versions), sort_keys=True).encode()).hexdigest()[:16]}"
 
 
 class _Finder:
@@ -163,7 +163,7 @@ class _Finder:
         self, stack: Stack, trace: bool, notes: list[str], warn: Callable[[str], None], progress: Progress | None
     ) -> None:
         self._stack, self._trace, self._notes, self._warn, self._progress = stack, trace, notes, warn, progress
-        self._versions = _public(stack.versions)
+        self._versions = _deciding(stack.versions)
         self._found: dict[tuple[str, str, int], Coefficients] = {}
         # Architectures are compared without their config, which a shape depends on: known by identity, so kept alive.
         self._shapes: dict[int, tuple[Architecture, str]] = {}
@@ -295,11 +295,11 @@ class _Finder:
 
     def _other_versions(self, document: CoefficientDocument) -> dict[str, str]:
         """What of this stack differs from the versions that ``document`` was traced with."""
-        traced = _public(document.versions)
+        traced = _deciding(document.versions)
         return {package: version for package, version in self._versions.items() if traced.get(package) != version}
 
     def _say_versions(self, document: CoefficientDocument) -> None:
-        traced, other = _public(document.versions), self._other_versions(document)
+        traced, other = _deciding(document.versions), self._other_versions(document)
         if other:
             self._note(
                 f"the layers of {document.model} were traced with "

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, cast
 from launcher.diagnostics import report_note
 from launcher.errors import EnvironmentLacks, UsageError
 from launcher.files import folder_to_keep_in, replace_file
+from launcher.inputs.small_file import read_text
 from launcher.paths import cache_dir
+from planner.stack import Stack, public_versions
 
 if TYPE_CHECKING:
     from planner.architecture import Architecture
     from planner.machine import Machine
     from planner.measured.probes import Measured
-    from planner.stack import Stack
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 """What decides a job's bytes and seconds."""
@@ -82,9 +83,11 @@ def _file_name(document: Document) -> str:
     cpu = (str(document["name"]), int(document.get("threads") or 0)) if on_cpu else None
     key: list[Any] = [document.get(name) for name in _RATES_FIELDS]
     if kind != "rates":
+        versions = public_versions(document["versions"])
         part: Document = document[kind]
-        key += [{package: _public(document["versions"].get(package)) for package in _packages(document)}]
+        key += [{package: versions.get(package) for package in _packages(document)}]
         key += [part[name] for name in ("trainer", "shape", "vocab", "tied", "options", "lora_r", "choice")]
+        key += [part["scored_beside"]] if part.get("scored_beside") else []
         key += [sorted((cell["layers"], cell["sequence"]) for cell in part["cells"])] if kind == "whole" else []
     shape = f"{document[kind]['shape'][:16]}-" if kind != "rates" else ""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
@@ -96,11 +99,6 @@ def _packages(document: Document) -> tuple[str, ...]:
     """Whose versions a job or a plan was measured with."""
     choice: Document = document[document["kind"]]["choice"]
     return ZERO_PACKAGES if str(choice["sharding"]).startswith("zero") else PACKAGES
-
-
-def _public(version: object) -> str | None:
-    """Without a build tag such as ``+cpu``."""
-    return None if version is None else str(version).partition("+")[0]
 
 
 def read_measurements(prefix: str = "") -> list[tuple[Path, dict[str, Any]]]:
@@ -189,19 +187,19 @@ def _of_stack(
     """Jobs and plans of the architecture's layers that ran with the stack's versions."""
     from planner.memory.coefficients_json import shape_hash
 
-    shape = shape_hash(architecture)
+    shape, here = shape_hash(architecture), public_versions(stack.versions)
     for document in documents:
         kind = document["kind"]
         if kind == "rates" or document[kind]["shape"] != shape:
             continue
-        versions: Mapping[str, str] = document["versions"]
+        versions = public_versions(document["versions"])
         other = {
             package: version
             for package in _packages(document)
-            if (version := _public(stack.versions.get(package))) and version != _public(versions.get(package))
+            if (version := here.get(package)) and version != versions.get(package)
         }
         if other:
-            listed = ", ".join(f"{package} {_public(versions.get(package)) or 'none'}" for package in other)
+            listed = ", ".join(f"{package} {versions.get(package) or 'none'}" for package in other)
             again = "--measure" if kind == "job" else "--whole"
             sentence = f"a probe of these layers with {listed} is not used for this stack: `trlfit probe {again}` again"
             if sentence not in notes:
@@ -279,11 +277,9 @@ def import_measurements(path: Path) -> list[dict[str, Any]]:
     """
     from planner.measured.check import BadMeasurement, check_measurement
 
+    text = read_text(path, "--import", MAX_FILE_BYTES, "write one with `trlfit probe --export FILE`")
     try:
-        with path.open("rb") as file:
-            data: Any = json.loads(file.read(MAX_FILE_BYTES + 1))
-    except OSError as error:
-        raise UsageError(f"--import {path}: {error.strerror}") from None
+        data: Any = json.loads(text)
     except (ValueError, RecursionError):
         raise UsageError(f"--import {path}: not JSON; write one with `trlfit probe --export FILE`") from None
     if not isinstance(data, dict) or cast("dict[str, Any]", data).get("schema") != EXPORT_SCHEMA:

@@ -17,6 +17,7 @@ import pytest
 
 from launcher.errors import UsageError
 from launcher.evidence.measurement_store import (
+    MAX_FILE_BYTES,
     export_measurements,
     forget_measurements,
     import_measurements,
@@ -236,7 +237,8 @@ def test_what_one_box_exports_another_takes_in(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "No such file"),
+        (None, "does not exist; write one with `trlfit probe --export"),
+        (" " * (MAX_FILE_BYTES + 1), "is larger than 32768 KiB"),
         ("{", "not JSON"),
         ("{}", "its schema is not trlfit.measurements/1"),
         ('{"schema": "trlfit.measurements/1"}', "no list"),
@@ -247,7 +249,7 @@ def test_an_import_of_anything_else_says_so_and_takes_in_nothing(text: str | Non
     path = tmp_path / "box.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(UsageError, match=r"--import .*box.json: ") as error:
+    with pytest.raises(UsageError, match=r"--import .*box.json") as error:
         import_measurements(path)
     assert said in str(error.value)
     assert not measurements_folder().exists()

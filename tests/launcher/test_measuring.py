@@ -278,7 +278,7 @@ def test_a_probe_on_one_box_serves_a_plan_on_another(tmp_path: Path) -> None:
     other = json.loads(child(["plan", *words, *stated, "--json"], cwd=tmp_path, env=laptop).out)
     assert other["best"]["memory"]["evidence"] == "formula"
     assert any("is not used for this stack" in note for note in other["notes"])
-    for wrong, why in ((["--show", "--rates"], "--rates: nothing is measured"), (["--limit", "9"], "--limit is for")):
+    for wrong, why in ((["--show", "--rates"], "--rates: --show runs no probe"), (["--limit", "9"], "--limit is for")):
         refused = child(["probe", *wrong], cwd=tmp_path, env=env)
         assert (refused.code, refused.out) == (2, "")
         assert why in refused.err
