@@ -9,7 +9,6 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import fields
-from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 from statistics import mean
@@ -125,11 +124,46 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert lost == []
 
 
-def test_every_module_has_its_room() -> None:
-    named = re.findall(r"`(?:planner\.|launcher\.|tui\.)?([a-z_*]+)/?`", text_of("architecture.md"))
-    modules = [p.stem for name in ("planner", "launcher", "tui") for p in (ROOT / name).glob("*.py")]
-    homeless = [stem for stem in modules if not stem.startswith("_") and not any(fnmatch(stem, n) for n in named)]
-    assert homeless == []
+ROOMS = {"planner": "Rooms of the planner:", "launcher": "Rooms of the launcher:", "tui": "Rooms of the screens:"}
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_every_module_has_its_room(package: str) -> None:
+    """Modules of a package and its folders are named, and what a row names is there or in the row's folders."""
+    table = text_of("architecture.md").partition(ROOMS[package])[2].strip().partition("\n\n")[0]
+    named = {row: re.findall(r"`([a-z_0-9]+/?)`", row) for row in table.splitlines()}
+    here = {p.stem for p in (ROOT / package).glob("*.py") if not p.stem.startswith("_")}
+    here |= {f"{p.parent.name}/" for p in (ROOT / package).glob("*/__init__.py")}
+    assert here - {name for names in named.values() for name in names} == set()
+    for names in named.values():
+        folders = [name for name in names if name.endswith("/")]
+        inside = {p.stem for folder in folders for p in (ROOT / package / folder).glob("*.py")}
+        assert set(names) - here - inside == set()
+
+
+def test_names_of_modules_lead_somewhere() -> None:
+    """Dotted names in prose, of a module or of what it holds: in backticks, of what is raised, and on pages."""
+    package = r"(?:profiles|planner|launcher|tui)(?:\.\w+)+"
+    modules = [
+        p for name in (*ROOMS, "profiles", "tests", "benchmarks", "scripts") for p in (ROOT / name).rglob("*.py")
+    ]
+    prose = [(p, rf"``?({package})`|^ +({package}): ") for p in modules]
+    prose += [(p, rf"(?<![\w./-])({package})") for p in PAGES]
+    lost = [
+        f"{path.name}: {name}"
+        for path, pattern in prose
+        for found in re.finditer(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
+        if not _is_there(name := found[1] or found[2])
+    ]
+    assert lost == []
+
+
+def _is_there(dotted: str) -> bool:
+    *path, name = dotted.split(".")
+    if (ROOT.joinpath(*path, name)).is_dir() or ROOT.joinpath(*path, f"{name}.py").is_file():
+        return True
+    module = ROOT.joinpath(*path).with_suffix(".py")
+    return module.is_file() and re.search(rf"\b{name}\b", module.read_text(encoding="utf-8")) is not None
 
 
 @pytest.mark.parametrize(
