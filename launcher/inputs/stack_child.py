@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from launcher.child_process import Answer, TooSlow, run_script
@@ -24,9 +25,22 @@ def ask_python(path: str, limit_s: float) -> dict[str, Any]:
     except TooSlow:
         raise EnvironmentLacks(f"--python {path} did not say in {limit_s:g} s which packages it has") from None
     found = answer.document()
-    if found is None or "python_version" not in found:
+    if found is None or not _is_ours(found):
         raise EnvironmentLacks(f"--python {path} {_trouble(answer)}")
     return found
+
+
+def _is_ours(found: dict[str, Any]) -> bool:
+    """Whether the script said it, and not a program that prints JSON of its own."""
+    versions, notes = found.get("versions"), found.get("notes")
+    return (
+        isinstance(found.get("python_version"), str)
+        and re.fullmatch(r"\d+\.\d+.*", found["python_version"]) is not None
+        and isinstance(versions, dict)
+        and all(isinstance(version, str) for version in versions.values())  # pyright: ignore[reportUnknownVariableType]
+        and isinstance(notes, list)
+        and isinstance(found.get("cuda"), str | None)
+    )
 
 
 def _trouble(answer: Answer) -> str:

@@ -119,8 +119,14 @@ class RunRecord:
             record = cls(**values)
         except (KeyError, TypeError):
             return None
-        numbers = (record.supervisor_pid, record.supervisor_start, record.boot_time_s)
-        return record if all(as_number(number) is not None for number in numbers) else None
+        whole = (
+            all(isinstance(values[name], str) for name in ("id", "folder", "started_at", "host"))
+            and all(
+                as_number(values[name]) is not None for name in ("supervisor_pid", "supervisor_start", "boot_time_s")
+            )
+            and isinstance(values["oom_kills"], Mapping)
+        )
+        return record if whole else None
 
 
 def marker_of(folder: Path) -> str:

@@ -319,6 +319,15 @@ def forge(run: Path, **changes: object) -> RunRecord:
     return forged
 
 
+def test_a_run_json_that_somebody_edited_is_no_record(root: Path) -> None:
+    run = make_run(root / "a", bash="echo one")
+    finish(start(run))
+    record = read_record(run)
+    assert record is not None
+    for name, value in (("id", ["a"]), ("folder", 7), ("started_at", None), ("host", {}), ("oom_kills", 3)):
+        assert RunRecord.from_json({**record.to_json(), name: value}) is None, name
+
+
 def test_a_run_from_before_a_reboot(root: Path) -> None:
     """Its pids may be anyone's now: here, this very process's."""
     started = processes.create_time(os.getpid())

@@ -245,6 +245,14 @@ def test_pythons_that_are_not_there(tmp_path: Path) -> None:
         ("yes", "it prints on"),
         ("yes >&2", "it prints on"),
         (
+            """echo '{"python_version": 3, "versions": {}, "cuda": null, "notes": []}'""",
+            "does not answer like a Python",
+        ),
+        (
+            """echo '{"python_version": "3.11.7", "versions": {"trl": 1}, "notes": []}'""",
+            "does not answer like a Python",
+        ),
+        (
             """echo '{"python_version": "3.8.20", "versions": {}, "cuda": null, "notes": []}'""",
             "is Python 3.8.20; training needs 3.9 or newer",
         ),
