@@ -123,6 +123,8 @@ class _Counter(TorchDispatchMode):
         super().__init__()
         self.live = self.highest = 0
         self._sizes: dict[int, int] = {}
+        self._of_collective = False
+        """What appears now is a collective's own."""
 
     def __enter__(self):
         # FSDP2 empties the storages of gathered weights and fills them again, which no operator shows.
@@ -135,10 +137,24 @@ class _Counter(TorchDispatchMode):
             return done
 
         torch.UntypedStorage.resize_ = resized
+        if torch.distributed.is_available():
+            self._wait = wait = torch.distributed.Work.wait
+
+            def waited(work, *args, **kwargs):
+                # gloo hands a copy of its own to the operators that end a reduce-scatter; NCCL makes none.
+                self._of_collective = True
+                try:
+                    return wait(work, *args, **kwargs)
+                finally:
+                    self._of_collective = False
+
+            torch.distributed.Work.wait = waited
         return super().__enter__()
 
     def __exit__(self, *args):
         torch.UntypedStorage.resize_ = self._resize
+        if torch.distributed.is_available():
+            torch.distributed.Work.wait = self._wait
         return super().__exit__(*args)
 
     def take_in_all(self) -> None:
@@ -170,7 +186,7 @@ class _Counter(TorchDispatchMode):
         address = storage._cdata
         size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
         before = self._sizes.get(address)
-        if before == size:
+        if before == size or (before is None and self._of_collective):
             return
         self._sizes[address] = size
         self.live += size - (before or 0)
