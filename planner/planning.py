@@ -142,8 +142,7 @@ def planned_candidate(problem: Problem, candidate: Candidate, *, reasons: list[s
 
 
 def _missing(problem: Problem, miss: Candidate) -> str:
-    hardware = problem.hardware
-    return shortage(problem.judge.memory_of(miss), hardware.others_bytes(miss.frame.num_gpus), hardware.device)
+    return shortage(problem.judge.memory_of(miss), problem.hardware, miss.frame.num_gpus)
 
 
 def host_warnings(problem: Problem, memory: MemoryEstimate) -> list[str]:

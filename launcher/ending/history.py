@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -183,8 +183,9 @@ def error_summary(rows: Sequence[HistoryRow]) -> str | None:
     """``peak memory median +1.2 %, worst +2.3 %; ...`` over the runs that have both numbers."""
     parts: list[str] = []
     for name, errors in (
-        ("peak memory", [row.memory_error for row in rows if row.memory_error is not None]),
-        ("step time", [row.step_error for row in rows if row.step_error is not None]),
+        ("peak memory", _known(row.errors.get("allocated") for row in rows)),
+        ("growth of resident memory", _known(row.errors.get("resident") for row in rows)),
+        ("step time", _known(row.step_error for row in rows)),
     ):
         if errors:
             worst = max(errors, key=abs)
@@ -192,6 +193,10 @@ def error_summary(rows: Sequence[HistoryRow]) -> str | None:
             count = f"{len(errors)} run{'s' if len(errors) > 1 else ''}"
             parts.append(f"{name} median {_percent(middle)}, worst {_percent(worst)} over {count}")
     return "; ".join(parts) or None
+
+
+def _known(errors: Iterable[float | None]) -> list[float]:
+    return [error for error in errors if error is not None]
 
 
 def _head(event: str, record: RunRecord) -> dict[str, Any]:
@@ -325,7 +330,8 @@ def _cells(row: HistoryRow) -> tuple[str, ...]:
         return "-" if value is None else format_bytes(value)
 
     def seconds(value: float | None) -> str:
-        return "-" if value is None else f"{value:,.2f}"
+        # Small models take milliseconds for a step: two decimals would show none.
+        return "-" if value is None else f"{value:,.2f}" if value >= 0.0995 else f"{value:.2g}"
 
     return (
         row.folder.name + ("" if row.exists else " (gone)"),
@@ -334,7 +340,8 @@ def _cells(row: HistoryRow) -> tuple[str, ...]:
         row.state.replace("_", " "),
         size(row.predicted_bytes),
         size(row.seen_bytes),
-        _percent(row.memory_error),
+        # A process's growth holds more than tensors: it is no error of what was predicted of those.
+        _percent(row.memory_error) + (" resident" if "resident" in row.errors else ""),
         seconds(row.predicted_step_s),
         seconds(row.seen_step_s),
         _percent(row.step_error),

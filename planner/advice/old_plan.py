@@ -138,8 +138,7 @@ def _refusal(problem: Problem, choice: Choice) -> str | None:
 def _sentence(problem: Problem, now: Candidate, best: Candidate | None) -> str:
     """Of a choice that can run."""
     if not now.fits:
-        memory = problem.judge.memory_of(now)
-        lacks = shortage(memory, problem.hardware.others_bytes(now.choice.num_gpus), problem.hardware.device)
+        lacks = shortage(problem.judge.memory_of(now), problem.hardware, now.choice.num_gpus)
         return f"the old choice does not fit any more: {lacks}"
     if best is None or best.choice == now.choice:
         return "the old choice still holds, and is still the best"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import cast
 
 from planner.choice import Choice, LossPath
+from planner.hardware import Hardware
 from planner.memory.model import MemoryEstimate
 from planner.problem import Problem
 from planner.search.search import Candidate, Judge
@@ -51,26 +52,29 @@ def short_bytes(problem: Problem, candidate: Candidate) -> int:
     return problem.judge.memory_of(candidate).host.peak_bytes - hardware.host_available_bytes
 
 
-def shortage(memory: MemoryEstimate, taken_bytes: int = 0, device: str = "cuda") -> str:
+def shortage(memory: MemoryEstimate, hardware: Hardware, num_gpus: int) -> str:
     """One phrase for a choice that does not fit: how much, where, what weighs most.
 
     Args:
         memory: of the choice.
-        taken_bytes: what other processes hold of the card.
-        device: ``cuda`` or ``cpu``.
+        hardware: what it does not fit on.
+        num_gpus: cards that it uses.
     """
+    taken_bytes = hardware.others_bytes(num_gpus)
     name, size = largest_part(memory)
     tail = f"in {memory.peak_phase}; largest there: {name} {format_gib(size)} GiB"
     headroom = memory.headroom_bytes or 0
     if not memory.host_fits:
         also = f", and {_size(-headroom)} more of the card than there is" if headroom < 0 else ""
-        return f"needs {format_gib(memory.host.peak_bytes)} GiB of host memory per node, more than is available{also}"
+        free = hardware.host_available_bytes
+        more = "more than is available" if free is None else f"of which {format_gib(free)} are available"
+        return f"needs {format_gib(memory.host.peak_bytes)} GiB of host memory per node, {more}{also}"
     if headroom < 0 and memory.capacity_bytes is not None:
         over = memory.device_bytes - (memory.capacity_bytes - taken_bytes)
         if over > 0:
             busy = taken_bytes > DRIVER_SHARE * memory.capacity_bytes
             place = "what is free of the card" if busy else "the card"
-            return f"{_size(over)} over {'what is free of the host' if device == 'cpu' else place} {tail}"
+            return f"{_size(over)} over {'what is free of the host' if hardware.device == 'cpu' else place} {tail}"
         return f"{_size(-headroom)} into the reserve {tail}"
     return f"fits by {_size(headroom)}, but the upper end of the interval does not {tail}"
 
@@ -153,8 +157,8 @@ def why(judge: Judge, candidate: Candidate) -> list[str]:
     for lever, other in _without(candidate.choice, cast("LossPath", default)):
         neighbour = judge.judge(other, candidate.alters)
         if not neighbour.fits:
-            taken = judge.hardware.others_bytes(other.num_gpus)
-            reasons.append(f"without {lever}: {shortage(judge.memory_of(neighbour), taken, judge.hardware.device)}")
+            lacks = shortage(judge.memory_of(neighbour), judge.hardware, other.num_gpus)
+            reasons.append(f"without {lever}: {lacks}")
         elif _pace(neighbour) > _pace(candidate) * 1.001:
             slower = _pace(neighbour) / _pace(candidate) - 1
             reasons.append(

@@ -173,7 +173,8 @@ class LedgerCells:
                 size = int(size * edited[role] / roles[role])
             elif edited[role]:
                 like = next((other for other in STATES if roles[other]), None)
-                size = edited[role] if like is not None and parts.get(like) else 0
+                # Where nothing rests on the card there is no state whose phases it could share.
+                size = edited[role] if like is None or parts.get(like) else 0
             if size:
                 out[role] = size
         for part, size in parts.items():

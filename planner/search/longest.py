@@ -111,6 +111,4 @@ def _stops(inputs: PlanInput, tokens: int, pins: dict[str, Any]) -> str:
     if miss is None:
         return ""
     problem = found.problem_of(miss)
-    return shortage(
-        problem.judge.memory_of(miss), problem.hardware.others_bytes(miss.frame.num_gpus), problem.hardware.device
-    )
+    return shortage(problem.judge.memory_of(miss), problem.hardware, miss.frame.num_gpus)

@@ -250,6 +250,19 @@ def test_the_table(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_steps_of_milliseconds_are_not_shown_as_none(tmp_path: Path) -> None:
+    append_end(record(make_run(tmp_path / "b"), name="b"), outcome(step_s=0.0042))
+    assert table_rows(history_rows())[1][8] == "0.0042"
+
+
+def test_what_a_process_grows_by_is_no_error_of_tensors(tmp_path: Path) -> None:
+    append_end(record(make_run(tmp_path / "b"), name="b"), outcome())
+    grown = row(memory_error=3.47, errors={"resident": 3.47, "step": 0.05})
+    assert table_rows([grown])[1][6] == "+347.0% resident"
+    said = error_summary([grown])
+    assert said is not None and said.startswith("growth of resident memory median +347.0%")
+
+
 def test_the_summary_of_errors(tmp_path: Path) -> None:
     for day, (seen, step_s) in enumerate(((51.5, 2.1), (49.0, 2.0), (50.5, 1.8)), 1):
         append_end(record(tmp_path / "a", name=str(day), day=day), outcome(seen, step_s))

@@ -98,7 +98,7 @@ def test_two_rtx_3090_of_which_one_is_busy(home: Path, capsys: pytest.CaptureFix
     assert full.code == 3
     assert "note: card 0 is busy: 19.0 of 24.0 GiB are taken by pid 4242 python (anna)" in full.text
     assert all(
-        "GiB of host memory per node, more than is available" in miss["why"][0] for miss in full.plan["near_misses"]
+        "GiB of host memory per node, of which " in miss["why"][0] for miss in full.plan["near_misses"]
     )
     assert {"lora", "qlora", "more GPUs", "another card"} <= set(full.changes)
     offers = full.block("nothing fits as asked; what would")

@@ -150,3 +150,14 @@ def test_the_interval_moves_with_the_peak() -> None:
     before, after = cells.memory({}), cells.memory({Cell("attention", "moment1"): 2.0})
     for key in ("low_bytes", "high_bytes"):
         assert before[key] - after[key] == before["allocated_bytes"] - after["allocated_bytes"] > 300e6
+
+
+def test_a_state_that_is_put_where_none_rests() -> None:
+    """ZeRO-3 with weights and states on the host: 2 bytes of every parameter over 8 ranks come to every phase."""
+    cells = cells_of(pins={"sharding": "zero3", "offload": "optimizer,params"})
+    edits = {Cell(group, "weights"): 2.0 for group in cells.groups}
+    before, after = cells.memory({}), cells.memory(edits)
+    assert all("weights" not in phase["parts"] for phase in before["phases"] if phase["name"] == "step")
+    for phase in ("forward", "loss", "backward", "step"):
+        assert parts(after, phase)["weights"] == pytest.approx(QWEN3_8B * 2 / 8, abs=64)
+    assert after["device_bytes"] > before["device_bytes"]

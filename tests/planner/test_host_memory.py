@@ -194,4 +194,4 @@ def test_a_host_that_cannot_load_the_model_is_no_plan() -> None:
     )
     document = make_plan(inputs).document
     assert document["best"] is None
-    assert "of host memory per node, more than is available" in document["near_misses"][0]["why"][0]
+    assert "of host memory per node, of which " in document["near_misses"][0]["why"][0]

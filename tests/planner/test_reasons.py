@@ -27,6 +27,10 @@ def problem(**job: Any) -> Problem:
     return problem_of(values, stack={"trl": "1.16.0"})
 
 
+H100 = replace(problem().hardware, taken_bytes=())
+"""Whose driver takes nothing."""
+
+
 def memory(*, reserve: float = 0.05, **changes: Any) -> MemoryEstimate:
     found = problem(reserve=reserve).judge.memory.estimate(SHARDED)
     peak = Phase("backward", {"saved_activations": 7 * GIB, "gather": 2 * GIB})
@@ -60,7 +64,7 @@ def test_the_largest_part_by_its_name() -> None:
     ],
 )
 def test_by_what_a_choice_fails(changes: dict[str, Any], sentence: str) -> None:
-    assert shortage(memory(**changes)).startswith(sentence)
+    assert shortage(memory(**changes), H100, 8).startswith(sentence)
 
 
 def test_what_binds() -> None:
@@ -148,7 +152,8 @@ def test_host_memory_that_is_short_is_the_reason() -> None:
     judge = problem_of(values, machine=machine).judge
     found = judge.memory.estimate(replace(SHARDED, offload=frozenset({"activations"})))
     # 8 ranks load 8,190,735,360 parameters in fp32, and are processes of 400 MiB each.
-    assert shortage(found) == "needs 247.2 GiB of host memory per node, more than is available"
+    lacks = shortage(found, judge.hardware, 8)
+    assert lacks == "needs 247.2 GiB of host memory per node, of which 1.0 are available"
 
 
 def test_another_loss_path_than_the_releases_own_says_why() -> None:
@@ -177,9 +182,12 @@ def test_cards_that_a_batch_leaves_alone_are_explained() -> None:
 
 def test_small_sizes_are_said_in_mib_and_a_cpu_has_no_card() -> None:
     little = memory(device_bytes=76 * GIB + 40 * 2**20, headroom_bytes=-40 * 2**20)
-    assert shortage(little).startswith("40.0 MiB into the reserve")
+    assert shortage(little, H100, 8).startswith("40.0 MiB into the reserve")
     found = memory(device_bytes=83 * GIB, headroom_bytes=-7 * GIB)
-    assert shortage(found, device="cpu").startswith("3.0 GiB over what is free of the host in backward")
-    assert shortage(found, 5 * GIB).startswith("8.0 GiB over what is free of the card in backward")
+    cpu = replace(H100, device="cpu")
+    assert shortage(found, cpu, 8).startswith("3.0 GiB over what is free of the host in backward")
+    busy = replace(H100, taken_bytes=(0, 5 * GIB))
+    assert shortage(found, busy, 2).startswith("8.0 GiB over what is free of the card in backward")
+    assert shortage(found, busy, 1).startswith("3.0 GiB over the card in backward")
     # Less than 3 % is the driver's own.
-    assert shortage(found, GIB).startswith("4.0 GiB over the card in backward")
+    assert shortage(found, replace(H100, taken_bytes=(GIB,)), 1).startswith("4.0 GiB over the card in backward")
