@@ -11,6 +11,8 @@ from planner.units import parse_tokens
 from planner.yaml_slips import mended
 
 Trainer = Literal["sft", "dpo", "kto", "reward", "grpo", "rloo"]
+PREFERENCE_PAIRS: tuple[Trainer, ...] = ("dpo", "reward")
+"""Trainers whose rows hold two sequences, chosen and rejected (trl/trainer/dpo_trainer.py, reward_trainer.py)."""
 Goal = Literal["fastest", "longest", "fewest_gpus", "headroom"]
 
 MAX_SEQ_LEN = 2**27

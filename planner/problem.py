@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from planner.architecture import Architecture
 from planner.choice import ZERO, Attention, Choice, LossPath, Method
 from planner.hardware import Hardware
-from planner.job import Job
+from planner.job import PREFERENCE_PAIRS, Job
 from planner.machine import Machine
 from planner.machine_hardware import cpu_hardware, gpu_hardware
 from planner.memory.coefficients import LayerWork
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from planner.measured.corrections import Corrections
     from planner.measured.probes import Measured
 
-PREFERENCE_PAIRS = ("dpo", "reward")
-"""Trainers whose rows hold two sequences, chosen and rejected (trl/trainer/dpo_trainer.py, reward_trainer.py)."""
 REFERENCE_TRAINERS = ("dpo", "kto", "rloo")
 """Trainers that hold a frozen reference model unless adapters serve as the difference (GRPO's beta defaults to 0)."""
 
@@ -107,6 +105,7 @@ def memory_job(job: Job, architecture: Architecture, stack: Stack) -> MemoryJob:
     targets = job.lora.target_modules
     release, asks = trl_release(stack.versions.get("trl", "")), read_overrides(job.trl)
     route = asked_route(job.pins)
+    precomputes = asks.precompute_ref_log_probs and job.trainer in ("dpo", "kto")
     return MemoryJob(
         architecture=architecture,
         seq_len=job.seq_len,
@@ -116,7 +115,8 @@ def memory_job(job: Job, architecture: Architecture, stack: Stack) -> MemoryJob:
         quantization=job.quantization,
         rows_per_sequence=2 if job.trainer in PREFERENCE_PAIRS else 1,
         padded=not job.data.packing,
-        reference_model=job.trainer in REFERENCE_TRAINERS and job.method == "full",
+        reference_model=job.trainer in REFERENCE_TRAINERS and job.method == "full" and not precomputes,
+        reference_before=job.method == "full" and precomputes,
         evaluates=job.data.evaluates,
         eval_rows=asks.eval_rows,
         scores_vocabulary=job.trainer != "reward",
@@ -208,9 +208,9 @@ def _probes(inputs: PlanInput, memory: MemoryModel) -> Corrections | None:
     """What was measured of the job on this machine, beside a model that knows nothing of it."""
     if inputs.measured is None or not _is_measured(inputs):
         return None
-    trainer = inputs.job.trainer
-    jobs = tuple(probe for probe in inputs.measured.jobs if probe.trainer == trainer)
-    wholes = tuple(whole for whole in inputs.measured.wholes if whole.trainer == trainer)
+    own = (inputs.job.trainer, scored_beside(inputs.job))
+    jobs = tuple(probe for probe in inputs.measured.jobs if (probe.trainer, probe.scored_beside) == own)
+    wholes = tuple(whole for whole in inputs.measured.wholes if (whole.trainer, whole.scored_beside) == own)
     if not jobs and not wholes:
         return None
     from planner.measured.corrections import Corrections  # only plans with a probe pay for it
@@ -248,6 +248,19 @@ def extra_forwards(job: Job) -> tuple[int, int]:
     asks = read_overrides(job.trl)
     mismatched = 1 if job.trainer == "kto" and asks.kl_batch else 0
     return 0 if asks.precompute_ref_log_probs else 1 + mismatched, mismatched
+
+
+def scored_beside(job: Job) -> str:
+    """What a step scores without gradient beside the rows that it trains on, in words; nothing for most trainers.
+
+    Two jobs that differ in it hold other bytes and take other time: a reference model held beside the policy, the
+    policy with its adapters switched off, or a reference that scored all rows before training.
+    """
+    if job.trainer not in ("dpo", "kto"):
+        return ""
+    reference, mismatched = extra_forwards(job)
+    by = "a reference model" if job.method == "full" else "the base under its adapters"
+    return (by if reference else "nothing: precomputed") + (", mismatched rows" if mismatched else "")
 
 
 def layer_work_of(memory: MemoryModel) -> LayerWorkSource:

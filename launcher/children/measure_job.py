@@ -13,7 +13,6 @@ import copy
 import gc
 import json
 import logging
-import random
 import statistics
 import sys
 import tempfile
@@ -23,12 +22,10 @@ import warnings
 try:
     import torch
     from child_guard import device_facts, is_shortage, limit_memory, read_request, say, seconds, versions
-    from datasets import Dataset
     from measure_meter import CardGauge, StorageGauge
-    from tokenizers import Tokenizer, models
+    from measure_trainer import config_class, from_config, references, rows, tokenizer, trainer_class
     from torch.utils.data import SequentialSampler
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from transformers import CONFIG_MAPPING, TrainerCallback
 except ImportError as missing:
     message = f"measuring a job needs torch, transformers, trl and datasets in the training Python: {missing}"
     print(json.dumps({"error": {"kind": "environment", "message": message}}))
@@ -57,29 +54,7 @@ def build_model(request: dict, layers: int):
     """The class that TRL would load, with random weights on the device they train on."""
     config = parse_config(request["config"], layers, request["config_changes"])
     with torch.device(request["device"]):
-        return AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, request["dtype"]), attn_implementation=request["attention"]
-        )
-
-
-def rows(request: dict, sequence: int, vocab: int, count: int):
-    """Tokenised rows of which every micro-batch reaches ``sequence`` tokens; ragged ones make it carry a mask."""
-    draw = random.Random(0)
-    parts = 4 if request["packing"] else 1
-    lengths: list[int] = []
-    for index in range(count):
-        short = 1 if request["ragged"] and index % request["rows"] else 0
-        lengths += [(sequence - short) // parts] * parts
-    return Dataset.from_dict({"input_ids": [[draw.randrange(vocab) for _ in range(n)] for n in lengths]})
-
-
-def tokenizer():
-    """Of no words at all: the rows are tokenised, the trainer wants to know how to pad."""
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>")),
-        pad_token="<pad>",
-        eos_token="<eos>",
-    )
+        return from_config(request, config)
 
 
 class Watch(TrainerCallback):
@@ -225,18 +200,19 @@ def run_cell(
             "dataset_num_proc": None,
         }
         # Before the model: it says how DeepSpeed cuts one that is being made.
-        config = SFTConfig(**arguments)
+        config = config_class(request)(**arguments)
         model = build(request, layers)
         vocab = model.config.vocab_size
         count = request["rows"] * config.gradient_accumulation_steps * request.get("readers", 1) * total
-        trainer = SFTTrainer(
-            model=model,
-            args=config,
-            train_dataset=rows(request, sequence, vocab, count),
-            processing_class=tokenizer(),
-            callbacks=[watch, *callbacks],
-            **peft,
-        )
+        with references(request, lambda: build(request, layers)):
+            trainer = trainer_class(request)(
+                model=model,
+                args=config,
+                train_dataset=rows(request, sequence, vocab, count),
+                processing_class=tokenizer(vocab),
+                callbacks=[watch, *callbacks],
+                **peft,
+            )
         trainer._get_train_sampler = lambda *_: SequentialSampler(trainer.train_dataset)
         if prepare is not None:
             prepare(trainer)
@@ -247,7 +223,7 @@ def run_cell(
     return {
         "layers": layers,
         "sequence": sequence,
-        "tokens": request["rows"] * sequence,
+        "tokens": request["rows"] * request["rows_per_example"] * sequence,
         "parameters": sum(size for size, _ in sizes),
         "trainable": sum(size for size, trains in sizes if trains),
         "peaks": watch.peaks,

@@ -10,20 +10,20 @@ from typing import Any
 
 from launcher.errors import EnvironmentLacks, UsageError
 from launcher.run_text.run_spec import RunSpec
-from launcher.run_text.training_script import adapter_settings
+from launcher.run_text.training_script import CLASSES, adapter_settings
 from launcher.run_text.trl_arguments import config_sections, yarn
 from planner.choice import Choice
-from planner.job import Job
+from planner.job import PREFERENCE_PAIRS, Job
 from planner.machine import BUSY_BYTES, Card, Machine
 from planner.machine_hardware import cards_by_room
 from planner.measured.probes import first_layers, probe_depths
 from planner.memory.coefficients_json import option_key, shape_hash
 from planner.memory.model import MemoryModel
-from planner.problem import PlanInput, Problem
+from planner.problem import PlanInput, Problem, scored_beside
 from planner.units import GIB
 
-TRAINERS = ("sft",)
-"""Whose jobs a probe runs. Layers are alike under all trainers; losses and data are not."""
+TRAINERS = ("sft", "dpo", "kto", "reward")
+"""Whose jobs a probe runs: a step of the others waits for what they generate, of a length that nobody knows."""
 MARGIN_SHARE = {"cuda": 0.05, "cpu": 0.10}
 MARGIN_BYTES = GIB
 """Of the free memory a probe leaves this share, and never less than this."""
@@ -126,7 +126,8 @@ def check_job(job: Job, *, whole: bool = False) -> None:
     """
     if job.trainer not in TRAINERS:
         raise UsageError(
-            f"--trainer {job.trainer}: a probe runs {', '.join(TRAINERS)} jobs alone; --rates measures the machine"
+            f"--trainer {job.trainer}: random weights generate no answers of a known length; a probe runs"
+            f" {', '.join(TRAINERS)}, and --rates measures the machine"
         )
     if not whole and job.seq_len < 2 * LEAST_TOKENS:
         raise UsageError(f"--seq-len {job.seq_len}: a probe needs rows of {2 * LEAST_TOKENS} tokens or more")
@@ -207,7 +208,9 @@ def job_request(
         arguments.pop(name, None)
     rope = yarn(spec)
     changes = {"rope_parameters": rope, "max_position_embeddings": job.seq_len} if rope is not None else {}
+    pair = 2 if job.trainer in PREFERENCE_PAIRS else 1
     return {
+        "trainer": CLASSES[job.trainer],
         "device": room.device,
         "memory_bytes": room.memory_bytes,
         "used_bytes": room.used_bytes,
@@ -218,7 +221,8 @@ def job_request(
         "lora": adapter_settings(job) if choice.method != "full" else None,
         "arguments": arguments,
         "rows": choice.micro_batch,
-        "ragged": not job.data.packing and choice.micro_batch > 1,
+        "rows_per_example": pair,
+        "ragged": not job.data.packing and choice.micro_batch * pair > 1,
         "packing": choice.packing,
         "cells": cells,
         "warm_steps": 1 if whole else WARM_STEPS,
@@ -236,6 +240,7 @@ def job_facts(problem: Problem, choice: Choice) -> dict[str, Any]:
     return {
         "model": architecture.model,
         "trainer": problem.inputs.job.trainer,
+        "scored_beside": scored_beside(problem.inputs.job),
         "shape": shape_hash(architecture),
         "vocab": architecture.vocab,
         "tied": architecture.tied,

@@ -63,10 +63,11 @@ def _busy(times: float) -> list[str]:
 def _job_lines(job: Document) -> list[str]:
     choice, ranks = job["choice"], _ranks(job)
     offload = f", offload {'+'.join(choice['offload'])}" if choice["offload"] else ""
+    beside = f" beside {job['scored_beside']}" if job.get("scored_beside") else ""
     lines = [
-        f"{job['model']}: {choice['method']}, {choice['weights']} weights, recompute {choice['recompute']}, loss"
-        f" {choice['loss_path']}{offload}, {choice['attention']}, {choice['micro_batch']} x {choice['grad_accum']} rows"
-        f"{f', {ranks}' if ranks else ''}"
+        f"{job['model']}: {job['trainer']}{beside}, {choice['method']}, {choice['weights']} weights, recompute"
+        f" {choice['recompute']}, loss {choice['loss_path']}{offload}, {choice['attention']},"
+        f" {choice['micro_batch']} x {choice['grad_accum']} rows{f', {ranks}' if ranks else ''}"
     ]
     places = [[f"{cell['layers']}", f"{cell['sequence']:,}"] for cell in job["cells"]]
     lines.append(_seen_table(("layers", "tokens"), places, job["cells"]))
@@ -137,6 +138,6 @@ def _summary(document: Document) -> str:
     choice, tokens = job["choice"], sorted({cell["sequence"] for cell in job["cells"]})
     layers = sorted({cell["layers"] for cell in job["cells"]})
     return (
-        f"{job['model']} {choice['method']} {choice['recompute']} {choice['loss_path']},"
+        f"{job['model']} {job['trainer']} {choice['method']} {choice['recompute']} {choice['loss_path']},"
         f" {'/'.join(map(str, layers))} layers, {'/'.join(map(str, tokens))} tokens{f', {ranks}' if ranks else ''}"
     )

@@ -11,6 +11,7 @@ from typing import Any, cast, get_args
 
 from planner.choice import LOSS_PATHS, OFFLOAD_TARGETS, RECOMPUTES, SHARDINGS, Attention, Choice, Method, MixedPrecision
 from planner.choice import Weights as WeightsType
+from planner.job import PREFERENCE_PAIRS
 from planner.measured.probes import PHASES, probed_choice
 from planner.memory.optimizers import OPTIMIZERS
 
@@ -126,18 +127,20 @@ def _check_rates(rates: Mapping[str, Any]) -> None:
 def _check_job(job: Mapping[str, Any], kind: str) -> None:
     for name in ("model", "trainer", "shape", "options"):
         _need(job.get(name), str, name)
+    _need(job.get("scored_beside", ""), str, "scored_beside")
     _need(job.get("vocab"), int, "vocab")
     _need(job.get("tied"), bool, "tied")
     _need(job.get("lora_r"), int, "lora_r")
     choice = _choice(job.get("choice"))
     if kind != "whole" and probed_choice(choice) != choice:
         raise BadMeasurement("choice is not what one rank runs alone")
+    rows = choice.micro_batch * (2 if job["trainer"] in PREFERENCE_PAIRS else 1)
     cells = _rows(job, "cells")
     for index, cell in enumerate(cells):
         for name in ("layers", "sequence"):
             _need(cell.get(name), int, f"cells[{index}].{name}", 1)
         if "peaks" in cell:
-            _check_cell(cell, choice, f"cells[{index}]")
+            _check_cell(cell, choice, rows, f"cells[{index}]")
     if kind == "whole":
         return
     grid = sorted((cell["layers"], cell["sequence"]) for cell in cells)
@@ -146,10 +149,10 @@ def _check_job(job: Mapping[str, Any], kind: str) -> None:
         raise BadMeasurement("its cells are not two depths at two lengths")
 
 
-def _check_cell(cell: Mapping[str, Any], choice: Choice, where: str) -> None:
+def _check_cell(cell: Mapping[str, Any], choice: Choice, rows: int, where: str) -> None:
     _need(cell.get("tokens"), int, f"{where}.tokens")
-    if cell["tokens"] != choice.micro_batch * cell["sequence"]:
-        raise BadMeasurement(f"{where}.tokens is {cell['tokens']}, not {choice.micro_batch} x {cell['sequence']}")
+    if cell["tokens"] != rows * cell["sequence"]:
+        raise BadMeasurement(f"{where}.tokens is {cell['tokens']}, not {rows} x {cell['sequence']}")
     _check_seen(cell, where)
     ranks = _rows(cell, "ranks")
     if len(ranks) != (choice.num_gpus if choice.num_gpus > 1 else 0):

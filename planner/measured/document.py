@@ -56,6 +56,7 @@ def job_of(document: Mapping[str, Any]) -> MeasuredJob | None:
     contexts = [int(cell["context_bytes"]) for cell in job["cells"] if cell.get("context_bytes")]
     return MeasuredJob(
         trainer=str(job["trainer"]),
+        scored_beside=str(job.get("scored_beside", "")),
         shape=str(job["shape"]),
         vocab=int(job["vocab"]),
         tied=bool(job["tied"]),
@@ -80,6 +81,7 @@ def whole_of(document: Mapping[str, Any]) -> MeasuredWhole | None:
         return None
     return MeasuredWhole(
         trainer=str(whole["trainer"]),
+        scored_beside=str(whole.get("scored_beside", "")),
         shape=str(whole["shape"]),
         vocab=int(whole["vocab"]),
         tied=bool(whole["tied"]),

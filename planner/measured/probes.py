@@ -77,6 +77,8 @@ class MeasuredJob:
     """The knobs that ran: one rank, one micro-batch a step."""
     cells: tuple[Cell, ...]
     """Four, ordered: fewer layers first, then fewer tokens."""
+    scored_beside: str = ""
+    """``planner.problem.scored_beside`` of the job that ran."""
     context_bytes: int | None = None
     """Taken on the card beside torch's allocator, every kernel of the job loaded; None on a CPU."""
     source: str = ""
@@ -118,6 +120,8 @@ class MeasuredWhole:
     """Phase -> most bytes of live tensors on the rank that held most then."""
     step_s: float
     """Seconds of an optimizer step on the slowest rank."""
+    scored_beside: str = ""
+    """``planner.problem.scored_beside`` of the job that ran."""
     out_of_memory: str = ""
     """What it said that ran short, on which rank; then there are no peaks and no seconds."""
     source: str = ""

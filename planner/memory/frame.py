@@ -261,7 +261,7 @@ class MemoryFrame:
             ranks=min(choice.num_gpus, parts.hardware.gpus_per_node),
             fsdp_first_rank_loads=job.fsdp_first_rank_loads,
             saves_optimizer=job.saves_optimizer,
-            copies=2 if job.reference_model else 1,
+            copies=2 if job.reference_model or (job.reference_before and choice.sharding in FSDP2) else 1,
         )
         key = (self._states_by, node.ranks)
         resting = parts.shared.hosts.get(key)

@@ -53,6 +53,8 @@ class MemoryJob:
     """Rows differ in length, so a batch above one carries a padding mask."""
     reference_model: bool = False
     """A frozen copy of the model is held beside the policy (DPO, KTO without adapters)."""
+    reference_before: bool = False
+    """The reference scores all rows before training and is gone then: ``precompute_ref_log_probs``, no adapters."""
     evaluates: bool = False
     eval_rows: int | None = None
     """Examples of one evaluation batch on one rank; None is as many as in training."""
@@ -167,11 +169,14 @@ class MemoryParts:
         """What a frozen reference model adds to its copy of the weights.
 
         TRL wraps it as one FSDP2 group (trl/models/utils.py: ``prepare_fsdp``): ``fully_shard`` moves it to the card
-        whole before it cuts it (_fsdp_init.py:567), and its forward gathers all of it.
+        whole before it cuts it (_fsdp_init.py:567), and its forward gathers all of it. One that scores before training
+        does so while the policy is on the host; without FSDP2 the policy itself does (dpo_trainer.py, kto_trainer.py).
         """
-        if not self.job.reference_model or choice.sharding not in FSDP2:
+        if choice.sharding not in FSDP2 or not (self.job.reference_model or self.job.reference_before):
             return ReferenceBytes(0, 0)
         count = self.blocks(choice.method).num_parameters
+        if self.job.reference_before:
+            return ReferenceBytes(load=DTYPE_BYTES[choice.weights] * count, forward_gather=0)
         return ReferenceBytes(load=DTYPE_BYTES[choice.weights] * count, forward_gather=compute_bytes(choice) * count)
 
     def device_of(self, choice: Choice) -> DeviceModel:

@@ -150,8 +150,9 @@ def test_what_no_probe_runs_is_one_line() -> None:
     check_job(asked.job, whole=True)
     with pytest.raises(UsageError, match="--method qlora"):
         check_probed(asked, replace(choice, method="qlora"))
-    with pytest.raises(UsageError, match="--trainer dpo"):
-        check_job(asked.job.model_copy(update={"trainer": "dpo"}))
+    for trainer in ("grpo", "rloo"):
+        with pytest.raises(UsageError, match=f"--trainer {trainer}: random weights generate no answers"):
+            check_job(asked.job.model_copy(update={"trainer": trainer}))
 
 
 CONFIG = {
@@ -168,13 +169,23 @@ CONFIG = {
 
 @pytest.mark.stack
 @pytest.mark.parametrize(
-    ("method", "recompute", "rows"), [("full", "none", 1), ("lora", "full", 2)], ids=["full", "lora"]
+    ("trainer", "method", "recompute", "rows"),
+    [
+        ("sft", "full", "none", 1),
+        ("sft", "lora", "full", 2),
+        ("dpo", "full", "none", 1),
+        ("dpo", "lora", "full", 1),
+        ("kto", "lora", "none", 2),
+        ("reward", "full", "full", 1),
+    ],
 )
-def test_depth_1_and_2_tell_depth_8(method: Any, recompute: str, rows: int, tmp_path: Path) -> None:
+def test_depth_1_and_2_tell_depth_8(trainer: Any, method: Any, recompute: str, rows: int, tmp_path: Path) -> None:
     """Counted bytes within 3 %, as a real run at depth 8 shows; time is benchmarks/probe_depth.py's."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     pins = {"recompute": recompute, "micro_batch": str(rows), "loss_path": "fused"}
-    job = Job(model=str(tmp_path), method=method, seq_len=256, global_batch=rows, machine="cpu", pins=pins)
+    job = Job(
+        model=str(tmp_path), trainer=trainer, method=method, seq_len=256, global_batch=rows, machine="cpu", pins=pins
+    )
     inputs = plan_inputs(job, {}, None, 1, trace=False)
     problem = make_problem(inputs)
     weights = "fp32" if method == "full" else "bf16"
@@ -193,9 +204,36 @@ def test_depth_1_and_2_tell_depth_8(method: Any, recompute: str, rows: int, tmp_
     assert told.allocated_bytes == pytest.approx(max(seen.values()), rel=0.03)
     for phase in told.phases:
         assert phase.bytes == pytest.approx(seen.get(phase.name, phase.bytes), rel=0.03)
-    # The counter is no figment: at rest in the step are weights, two moments and gradients of all that trains.
+    # The counter is no figment: at rest in the step are weights, two moments and gradients of all that trains, and a
+    # reference's weights.
     if method == "full":
-        assert 4 * 4 * whole["parameters"] <= seen["step"] <= 1.05 * 16 * whole["parameters"] + 2**20
+        bytes_each = 4 * (5 if trainer == "dpo" else 4)
+        assert bytes_each * whole["parameters"] <= seen["step"] <= 1.05 * bytes_each * whole["parameters"] + 2**20
+
+
+@pytest.mark.stack
+def test_pairs_through_the_command_line(tmp_path: Path) -> None:
+    """DPO with a reference model: its probe counts for DPO as it ran, and for no other trainer or reference."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    env = command_environment(tmp_path, OMP_NUM_THREADS="1")
+    job = "model: config.json\ntrainer: dpo\nmachine: cpu\nseq_len: 64\nglobal_batch: 1\npins: {recompute: none}\n"
+    (tmp_path / "held.yaml").write_text(job)
+    (tmp_path / "before.yaml").write_text(job + "trl: {precompute_ref_log_probs: true}\n")
+    said = child(["probe", "held.yaml", "--measure", "--no-trace", "--json"], cwd=tmp_path, env=env)
+    assert said.code == 0, said.err
+    measured = json.loads(said.out)["job"]
+    assert (measured["trainer"], measured["scored_beside"]) == ("dpo", "a reference model")
+    assert {cell["tokens"] for cell in measured["cells"]} == {2 * 32, 2 * 64}
+
+    def evidence(*words: str) -> tuple[str, str]:
+        plan = child(["plan", *words, "--no-trace", "--json"], cwd=tmp_path, env=env)
+        best = json.loads(plan.out)["best"]
+        return best["memory"]["evidence"], best["time"]["evidence"]
+
+    assert evidence("held.yaml") == ("measured", "measured")
+    for words in (["held.yaml", "--trainer", "sft"], ["held.yaml", "--method", "lora"], ["before.yaml"]):
+        assert evidence(*words)[0] == "formula"
+    assert "dpo" in child(["probe", "--show"], cwd=tmp_path, env=env).out
 
 
 @pytest.mark.stack

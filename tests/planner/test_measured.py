@@ -23,7 +23,7 @@ from planner.measured.probes import (
 from planner.memory.coefficients_json import option_key, shape_hash
 from planner.memory.model import MemoryModel
 from planner.planning import make_plan
-from planner.problem import PlanInput, Problem, make_problem, time_model
+from planner.problem import PlanInput, Problem, make_problem, scored_beside, time_model
 from planner.search.search import search
 from planner.time.rates import rates_of
 from tests.planner.replay import bundled, inputs_of
@@ -285,3 +285,23 @@ def test_a_best_plan_that_was_not_probed_beside_others_that_were_is_said() -> No
     job = probed(asked)
     pinned = inputs(pins={"recompute": "none", **PINS})
     assert make_plan(replace(pinned, measured=Measured(card="H100-80GB", jobs=(job,)))).document["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("ran", "planned"),
+    [
+        ({}, {"trainer": "dpo"}),
+        ({"trainer": "dpo"}, {}),
+        ({"trainer": "dpo"}, {"trainer": "reward"}),
+        ({"trainer": "dpo"}, {"trainer": "dpo", "trl": {"precompute_ref_log_probs": True}}),
+        ({"trainer": "kto"}, {"trainer": "kto", "trl": {"loss_type": "apo_zero_unpaired"}}),
+    ],
+)
+def test_a_probe_corrects_its_own_trainer_alone(ran: dict[str, Any], planned: dict[str, Any]) -> None:
+    """And of one trainer, what scores the same rows beside the policy in the same way."""
+    own, other = inputs(**ran), inputs(**planned)
+    found = replace(probed(own), trainer=own.job.trainer, scored_beside=scored_beside(own.job))
+    card = own.machine.usable_cards[0].card_id
+    measured = Measured(card=card, jobs=(found,))
+    assert make_problem(replace(own, measured=measured)).probes is not None
+    assert make_problem(replace(other, measured=measured)).probes is None

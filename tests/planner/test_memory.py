@@ -141,6 +141,9 @@ def test_fsdp2_holds_a_whole_reference_while_it_loads_and_while_it_runs(sharding
     large = model("meta-llama/Llama-3.1-70B", reference_model=True, nodes=16).estimate(replace(choice, dp_shard=64))
     assert (large.peak_phase, large.fits) == ("load", False)
     assert model(reference_model=True).verdict(choice).device_bytes == found.device_bytes
+    # One that scores all rows before training is loaded as well, and leaves nothing.
+    before = tensor_bytes(model(reference_before=True).estimate(choice))
+    assert before == {**tensor_bytes(plain), "load": 4 * PARAMETERS}
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,7 @@ def test_an_unknown_card_has_no_time() -> None:
         ({}, 1, False, True),
         ({"trainer": "dpo"}, 2, True, True),
         ({"trainer": "dpo", "method": "lora"}, 2, False, True),
+        ({"trainer": "dpo", "trl": {"precompute_ref_log_probs": True}}, 2, False, True),
         ({"trainer": "kto"}, 1, True, True),
         ({"trainer": "reward"}, 2, False, False),
         ({"trainer": "grpo"}, 1, False, True),
