@@ -20,11 +20,16 @@ _STARTED = time.perf_counter()
 def read_request() -> dict:
     """The request; from here on the end of stdin ends this process and its children."""
     line = sys.stdin.buffer.readline()
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    end_with_stdin()
     return json.loads(line)
 
 
-def _die_with_parent() -> None:
+def end_with_stdin() -> None:
+    """From here on the end of stdin ends this process, and its children where it leads their group."""
+    threading.Thread(target=_until_stdin_ends, daemon=True).start()
+
+
+def _until_stdin_ends() -> None:
     # Not through Python's buffer, whose lock would be held when this process ends by itself.
     while os.read(0, 65536):
         pass

@@ -12,10 +12,11 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
+
+from child_guard import end_with_stdin
 
 _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
@@ -29,15 +30,7 @@ def end_with_lead() -> None:
     """Whatever ends the launcher or who started it ends this rank, in a call that never returns as well."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-    threading.Thread(target=_until_lead_ends, daemon=True).start()
-
-
-def _until_lead_ends() -> None:
-    while os.read(0, 65536):
-        pass
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-    os._exit(1)
+    end_with_stdin()
 
 
 def write(rank: int, answer: dict) -> None:
