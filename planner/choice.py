@@ -23,6 +23,8 @@ SHARDINGS: tuple[str, ...] = get_args(Sharding)
 FSDP2: frozenset[str] = frozenset({"fsdp", "fsdp_no_reshard", "hsdp"})
 """Shardings that accelerate runs through ``fully_shard``."""
 ZERO: frozenset[str] = frozenset({"zero1", "zero2", "zero3"})
+SHARDED: frozenset[str] = FSDP2 | ZERO | {"fsdp1"}
+"""Shardings that divide weights, gradients or states of the optimizer over ranks."""
 _PLAIN_KINDS: dict[str, type] = {
     **dict.fromkeys(("cp", "sp", "tp", "dp_shard", "dp_replicate", "micro_batch", "grad_accum"), int),
     "packing": bool,

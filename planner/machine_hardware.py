@@ -12,6 +12,8 @@ CPU_CORE_FLOPS = 30e9
 interval of CPU times is a factor of four each way."""
 CPU_BANDWIDTH = 20e9
 """Host memory bytes per second for the same; a guess as well."""
+CPU_LINK = CPU_BANDWIDTH / 4
+"""Bytes per second one way between two processes of a host; a guess as well, for which a probe's rates stand in."""
 CPU_BF16_EMULATED = 1 / 100
 """Share of fp32's rate that bf16 products reach where torch has no kernel for them: 0.2 to 0.5 against 38 to 46 GFLOP/s
 (torch 2.13, one core of a Zen 3, products of `probe --rates`)."""
@@ -33,7 +35,7 @@ def cpu_hardware(machine: Machine, processes: int | None = None) -> Hardware:
         matmul_flops=rate * CPU_BF16_EMULATED if emulated else rate,
         fp32_flops=rate,
         bandwidth=CPU_BANDWIDTH / ranks,
-        link=CPU_BANDWIDTH / 4,
+        link=CPU_LINK,
         host_link=None,
         host_available_bytes=None,
     )

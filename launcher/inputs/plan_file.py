@@ -16,10 +16,10 @@ from planner.choice import Choice
 from planner.job import Job
 from planner.machine import MAX_BYTES, Machine
 from planner.plan import Knobs, Plan
+from planner.planning import PLAN_SCHEMA
 from planner.stack import Stack
 
 MAX_PLAN_BYTES = 64 * 2**20
-PLAN_SCHEMA = "trlfit.plan/1"
 
 
 class _Part(BaseModel):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.choice import FSDP2, ZERO, Choice
+from planner.choice import FSDP2, SHARDED, ZERO, Choice
 from planner.memory.optimizers import find_optimizer
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -95,7 +95,7 @@ def residual_bytes(choice: Choice) -> int:
     Autocast (one GPU, DDP) leaves embeddings and residual sums in the weights' dtype; FSDP and DeepSpeed run the whole
     model in the compute dtype.
     """
-    if choice.sharding in FSDP2 or choice.sharding in ZERO or choice.sharding == "fsdp1":
+    if choice.sharding in SHARDED:
         return compute_bytes(choice)
     return DTYPE_BYTES[choice.weights]
 

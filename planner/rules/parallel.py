@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.choice import FSDP2, ZERO, Choice
+from planner.choice import SHARDED, Choice
 from planner.rules.book import refuses, warns
 from planner.rules.context import RuleContext
 
@@ -237,7 +237,7 @@ def zero_needs_deepspeed(context: RuleContext, choice: Choice) -> str | None:
 )
 def save_only_model_best(context: RuleContext, choice: Choice) -> str | None:
     """Save_only_model with load_best_model_at_end on a sharded run."""
-    if choice.sharding in FSDP2 or choice.sharding in ZERO or choice.sharding == "fsdp1":
+    if choice.sharding in SHARDED:
         return f"save_only_model with load_best_model_at_end is refused under {choice.sharding}: drop one of them"
     return None
 

@@ -25,6 +25,9 @@ FLASH_2_ON_HOPPER = 0.33
 """Share that FlashAttention 2 reaches on Hopper and newer, whose instructions it does not use: a million tokens of
 Qwen3-8B on 8 H100 take 606 s with it and 373 s with cuDNN's kernel (transformers pull request 48324), and its own page
 gives 335 of 989 TFLOP/s. On Ampere and Ada it is the kernel that SDPA runs as well."""
+FP32_OF_HALF = 1 / 16
+"""fp32 without tensor cores as a share of a card's bf16 rate, where its own is not known: 19.5 of 312 TFLOP/s on the data
+sheet of the A100."""
 LINEAR_KERNELS = 0.20
 """Share for the kernels of linear attention: products of 64 x 64 and 128 x 128. Not measured here."""
 REFERENCE_CEILING = 0.803
@@ -78,7 +81,7 @@ def rates_of(hardware: Hardware) -> Rates | None:
         return None
     ceiling = hardware.matmul_ceiling
     matmul = MATMUL * (ceiling / REFERENCE_CEILING if ceiling else 1.0) * peak
-    fp32 = FP32_MATMUL * (hardware.fp32_flops or peak / 16)
+    fp32 = FP32_MATMUL * (hardware.fp32_flops or FP32_OF_HALF * peak)
     unfitted = CEILING_ERROR if ceiling else DATA_SHEET_ERROR
     if hardware.measured:
         unfitted = MEASURED_ERROR

@@ -28,14 +28,16 @@ BYTES_PER_ROUTED_HIDDEN = 51.0
 FROZEN_BYTES_PER_HIDDEN = 35.0
 """Bytes per token and layer that a frozen base saves: its norms make no gradients of their weights."""
 NO_RECOMPUTE_SHARE = 0.773
-"""The same without recompute (Llama-3-8B: 61.6 of 79.7 MB per token); the rest is what a recompute moves again."""
+"""Of the bytes that a layer moves outside matmuls with recompute, those that it moves without (Llama-3-8B: 61.6 of 79.7
+MB per token); the rest is what a recompute moves again."""
 EAGER_FORWARD_BYTES = 28.0
 EAGER_BACKWARD_BYTES = 30.0
 """Bytes per head, token and position that attention by operators moves outside its two products: scale, mask, softmax
 in fp32 and casts, every operand of 2 or 4 bytes read and written. By hand; with a recompute they are 86, and traces of
 gpt-oss-20b (sinks) and gemma-2-2b (a soft cap) say 76 and 122."""
 FP32_RESIDUAL_FACTOR = 1.37
-"""The same under fp32 weights with autocast (Qwen3-0.6B: 47.4 of 34.7 MB per token)."""
+"""How many times the bytes of bf16 throughout a layer moves under fp32 weights with autocast (Qwen3-0.6B: 47.4 for 34.7
+MB per token)."""
 FP32_RESIDUAL_FACTOR_FP32_NORMS = 1.145
 """The same where norms compute in fp32 anyway (gemma-3-270m: 18.8 of 16.4 MB per token)."""
 ADAPTER_BYTES = 15.5
@@ -48,7 +50,8 @@ DROPOUT_BYTES = 8.5
 recompute. By hand it is 27 bytes in fp32, a value and its mask read and written three times; a trace of Llama-3-8B says
 34."""
 ADAPTER_ONCE_SHARE = 0.69
-"""The same without recompute (0.70, 0.68 and 0.66 there)."""
+"""Of the bytes that adapters add with recompute, those that they add without: 0.70, 0.68 and 0.66 of the three kinds in
+the same traces."""
 RECOMPUTES_NONE_AND_ALL: tuple[Recompute, Recompute] = ("none", "full")
 POST_NORM_FAMILIES = ("olmo2", "olmo3")
 """Families that normalise what an MLP gives instead of what it gets."""
