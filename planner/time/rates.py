@@ -26,8 +26,8 @@ FLASH_2_ON_HOPPER = 0.33
 Qwen3-8B on 8 H100 take 606 s with it and 373 s with cuDNN's kernel (transformers pull request 48324), and its own page
 gives 335 of 989 TFLOP/s. On Ampere and Ada it is the kernel that SDPA runs as well."""
 FP32_OF_HALF = 1 / 16
-"""fp32 without tensor cores as a share of a card's bf16 rate, where its own is not known: 19.5 of 312 TFLOP/s on the data
-sheet of the A100."""
+"""fp32 without tensor cores as a share of a card's bf16 rate, where its own is not known: 19.5 of 312 TFLOP/s on the
+data sheet of the A100."""
 LINEAR_KERNELS = 0.20
 """Share for the kernels of linear attention: products of 64 x 64 and 128 x 128. Not measured here."""
 REFERENCE_CEILING = 0.803
