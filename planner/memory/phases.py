@@ -345,6 +345,8 @@ def step_moment(choice: Choice, states: States, shard: ShardingBytes) -> Moment:
     # Stage 1 lets go of the gradients that other ranks update (stage_1_and_2.py: step, free_grad_in_param_list).
     gradients = states.all_gradients / (choice.shard_ranks if choice.sharding == "zero1" else 1)
     work = max(states.step_bytes, shard.step_copy * here) + shard.step_bytes * here
+    if shard.step_gather > work:
+        return Moment(gradients=gradients, gather=shard.step_gather, buckets=shard.rest_buckets)
     return Moment(gradients=gradients, recompute=work, buckets=shard.rest_buckets)
 
 

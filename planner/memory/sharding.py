@@ -16,11 +16,14 @@ from planner.architecture import Architecture
 from planner.choice import FSDP2, ZERO, Choice
 from planner.memory.blocks import Block, Blocks
 from planner.memory.states import DTYPE_BYTES, Roles, compute_bytes
+from planner.memory.zero3_gathers import zero3_gathers
 
 ZERO_BUCKET_ELEMENTS = 500_000_000
 """reduce_bucket_size and allgather_bucket_size where no DeepSpeed JSON sets them (deepspeed/runtime/zero/config.py)."""
 ZERO3_LIVE_ELEMENTS = 1_000_000_000
 """stage3_max_live_parameters (deepspeed/runtime/zero/config.py)."""
+ZERO3_REUSE_ELEMENTS = 1_000_000_000
+"""stage3_max_reuse_distance (deepspeed/runtime/zero/config.py)."""
 ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000
 """sub_group_size: what one rank updates at a time (deepspeed/runtime/zero/config.py)."""
 
@@ -54,7 +57,7 @@ class ShardingBytes:
     ring: tuple[int, ...]
     """Per layer kind and row of the micro-batch: what context or sequence parallelism exchanges for attention."""
     root_forward: int = 0
-    """Groups that stay gathered through the whole forward."""
+    """Groups that stay gathered through the whole forward, or the buffer of stage 3's prefetch."""
     root_loss: int = 0
     """Gathered while the loss runs forward."""
     loss_backward: int | None = None
@@ -82,6 +85,8 @@ class ShardingBytes:
     """fp32 gradients of what is updated at a time."""
     step_copy: int = 0
     """The copy they are made of, gone when the optimizer works."""
+    step_gather: int = 0
+    """Gathered again when the optimizer is done."""
     load_bytes: int = 0
     save_bytes: int = 0
     inputs_stay: bool = False
@@ -303,7 +308,11 @@ def _zero(choice: Choice, architecture: Architecture, blocks: Blocks, seq_len: i
     - The prefetcher skips what is gathered and runs ahead, every module by a prefetch bucket more, until
       ``stage3_max_live_parameters`` are whole (``_fetch_sub_module_impl``), and what is used again within a billion
       parameters is not let go (``__params_to_release``). So that many are whole in forward, loss and backward: head,
-      norms and layers, the untied embedding aside.
+      norms and layers, and of a small model that trains the untied embedding.
+    - Where all of these may be whole, forward holds the buffer of the prefetch in use beside them (``zero3_gathers``),
+      and backward gathers nothing. Where they may not, what is let go makes room for a matrix or few at a time.
+    - The embedding is whole while its gradient is reduced, and so is a head that the loss read. Small parameters are
+      too, and are gathered again after the step; adapters are taken for small.
     - One sub-group at a time has fp32 gradients (``_prepare_fp32_grad_for_sub_group``), all weights divided again.
     """
     none = (0,) * len(architecture.kinds)
@@ -332,18 +341,28 @@ def _zero(choice: Choice, architecture: Architecture, blocks: Blocks, seq_len: i
         )
     ends = blocks.final_norm + blocks.head + (blocks.embedding if architecture.tied else Block())
     whole = [ends, *(blocks.kinds[kind] for kind in architecture.order)]
-    live = width * min(ZERO3_LIVE_ELEMENTS, sum(b.trained + b.frozen + b.adapter for b in whole))
+    used = sum(b.trained + b.frozen + b.adapter for b in whole)
+    # Every layer comes twice before the embedding's own backward.
+    apart = 0 if architecture.tied or 2 * used >= ZERO3_REUSE_ELEMENTS else blocks.embedding.trained
+    live = width * min(ZERO3_LIVE_ELEMENTS, used + apart)
+    gathers = zero3_gathers(architecture, packed=choice.method == "qlora")
+    # A loss that reads the head's weight leaves its module to the end of the trace, so it is there once more by then.
+    read = blocks.head.trained if choice.loss_path != "full_logits" else 0
+    persistent = width * (gathers.persistent + architecture.final_norm_parameters + blocks.total.adapter)
     head = width * architecture.vocab * architecture.hidden
     sub_group = min(ZERO3_SUB_GROUP_ELEMENTS, partition)
     return ShardingBytes(
         layer_gather=(live,) * len(none),
         layer_reduce=(bucket,) * len(none) if fills else none,
         ring=exchange,
+        root_forward=width * gathers.prefetched if used <= ZERO3_LIVE_ELEMENTS else 0,
         root_loss=live,
+        last_gather=persistent + width * (blocks.embedding.trained + read),
         rest_buckets=bucket,
         last_reduce=bucket,
         step_bytes=widened * sub_group,
         step_copy=width * sub_group,
+        step_gather=persistent,
         save_bytes=2 * head,
     )
 

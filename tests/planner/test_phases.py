@@ -330,6 +330,10 @@ def test_step_holds_gradients_and_the_optimizers_copies() -> None:
     assert step_moment(CHOICE, states(), shard) == Moment(gradients=90, recompute=22, buckets=11)
     hosted = replace(CHOICE, offload=frozenset({"optimizer"}))
     assert step_moment(hosted, states(step_bytes=0.0), shard).recompute == 0
+    # What stage 3 gathers when the optimizer is done counts where that is more than the optimizer's own 22.
+    assert step_moment(CHOICE, states(), replace(shard, step_gather=21)).gather == 0
+    ends = step_moment(CHOICE, states(), replace(shard, step_gather=23))
+    assert ends == Moment(gradients=90, gather=23, buckets=11)
 
 
 def test_phases_in_order_and_in_parts() -> None:

@@ -201,9 +201,17 @@ def test_zero3_keeps_a_billion_parameters_alive() -> None:
     assert (found.step_bytes, found.step_copy) == (4 * 1_000_000_000, 2 * 1_000_000_000)
     wide = shard(sharding="zero3", dp_shard=64)
     assert wide.step_bytes == 4 * 127_980_240
-    # A small model stays whole, its head with it, which is the embedding.
+    # Norms of layers and the last one are whole at the end of backward and of the step; in backward the embedding too,
+    # and the head whose weight the loss read.
+    small_ones = 2 * (36 * 8_448 + 4096)
+    assert (found.last_gather, found.step_gather, found.root_backward) == (small_ones + 4 * HEAD, small_ones, 0)
+    assert shard(sharding="zero3", loss_path="full_logits").last_gather == small_ones + 2 * HEAD
+    adapted = shard(sharding="zero3", method="lora")
+    assert (adapted.last_gather, adapted.step_gather) == (small_ones + 2 * 43_646_976,) * 2
+    # A small model stays whole, its head with it, which is the embedding. Forward holds a prefetch beside it.
     small = shard(sharding="zero3", model="Qwen/Qwen3-0.6B")
     assert small.layer_gather == (2 * 596_049_920,)
+    assert (small.root_forward, small.root_backward) == (2 * 50_331_648, 0)
 
 
 def test_ulysses_holds_queries_keys_and_values_twice() -> None:
