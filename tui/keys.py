@@ -1,4 +1,4 @@
-"""One table of keys: it feeds the bindings, the footer, the list that `?` shows, and the README."""
+"""One table of keys: it feeds the bindings, the footer, the list that `?` shows, and docs/screens.md."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ EVERYWHERE = (
 )
 GOAL = (
     Key("enter", "edit", "Edit", "change the field, or take or leave the card"),
+    Key("tab", "app.focus_next", "Next", "to the cards, and back to the form", in_footer=False),
     Key("backspace", "reset", "Default", "back to the file's or the default value"),
     Key("i", "inspect", "Look at data", "read the first rows and count their tokens"),
     Key("P", "plans", "Plan", "to the plans"),
@@ -46,6 +47,7 @@ PLANS = (
     Key("s", "sort", "Sort", "sort by the next column"),
     Key("S", "reverse", "Reverse", "reverse the order", in_footer=False),
     Key("space", "mark", "Compare", "mark a plan; two marked ones are shown side by side"),
+    Key("e", "explain", "Why", "every reason, with time, cards and what the host needs", in_footer=False),
     Key("c", "changes", "Changes", "what would fit, or help; Enter sets one", in_footer=False),
     Key("P", "probe", "Probe", "trace or measure for this job, and plan with it", in_footer=False),
     Key("L", "launch", "Launch", "show the files and the command, then start"),
@@ -106,6 +108,7 @@ def shown_key(key: str) -> str:
         "slash": "/",
         "enter": "Enter",
         "space": "Space",
+        "tab": "Tab",
         "backspace": "Backspace",
         "ctrl+p": "Ctrl+P",
         "ctrl+z": "Ctrl+Z",

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable
 
@@ -34,7 +34,7 @@ class PlansScreen(PlanningScreen):
     """What fits, and what does not."""
 
     NAME = "plans"
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings(PLANS), Binding("e", "explain", "Why", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings(PLANS)]
     CSS = """
     #plans-panel { height: 1fr; min-height: 6; }
     #plans { height: 1fr; }
