@@ -12,7 +12,9 @@ Bus = tuple[int, int, int]
 """PCI domain, bus and device."""
 
 _MAX_LINKS = 18
+"""NVML_NVLINK_MAX_LINKS of nvml.h, where ``pynvml`` does not say."""
 _SWITCH = 2
+"""NVML_NVLINK_DEVICE_TYPE_SWITCH of nvml.h."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import cast
 from launcher.errors import UsageError
 from launcher.run_text.route_script import by_accelerate, padding_of
 from launcher.run_text.run_spec import RunSpec
+from launcher.running.checkpoints import KEPT
 from planner.choice import FSDP2
 from planner.rules.context import DEFAULT_GENERATIONS
 from planner.stack import Stack
@@ -350,7 +351,7 @@ def _records(spec: RunSpec) -> Section:
             "output_dir": "checkpoints",
             # save_steps means nothing under "epoch"; whoever gives it wants it to count.
             "save_strategy": "steps" if "save_steps" in spec.job.trl else "epoch",
-            "save_total_limit": 2,
+            "save_total_limit": KEPT,
             "logging_steps": 1,
             "report_to": "none",
             "seed": 42,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from planner.architecture import Architecture
-from planner.choice import FSDP2, ZERO, Choice, Method
+from planner.choice import FSDP2, SHARDED, Choice, Method
 from planner.hardware import Hardware
 from planner.memory.activations import ActivationsAt, activations_at
 from planner.memory.blocks import Blocks, parameter_blocks
@@ -53,6 +53,8 @@ class MemoryJob:
     """Rows differ in length, so a batch above one carries a padding mask."""
     reference_model: bool = False
     """A frozen copy of the model is held beside the policy (DPO, KTO without adapters)."""
+    reference_in_loss: bool = False
+    """It scores between the policy's forward and backward (DPO, KTO); RLOO's has done so when answers were made."""
     reference_before: bool = False
     """The reference scores all rows before training and is gone then: ``precompute_ref_log_probs``, no adapters."""
     evaluates: bool = False
@@ -84,6 +86,8 @@ class ReferenceBytes(NamedTuple):
     load: int
     """Alone on the card while it is loaded: the policy is still on the host."""
     forward_gather: int
+    in_loss: bool
+    """It scores between the policy's forward and backward."""
 
 
 Key = tuple[object, ...]
@@ -173,11 +177,12 @@ class MemoryParts:
         does so while the policy is on the host; without FSDP2 the policy itself does (dpo_trainer.py, kto_trainer.py).
         """
         if choice.sharding not in FSDP2 or not (self.job.reference_model or self.job.reference_before):
-            return ReferenceBytes(0, 0)
+            return ReferenceBytes(0, 0, self.job.reference_in_loss and choice.sharding not in ZERO)
         count = self.blocks(choice.method).num_parameters
         if self.job.reference_before:
-            return ReferenceBytes(load=DTYPE_BYTES[choice.weights] * count, forward_gather=0)
-        return ReferenceBytes(load=DTYPE_BYTES[choice.weights] * count, forward_gather=compute_bytes(choice) * count)
+            return ReferenceBytes(load=DTYPE_BYTES[choice.weights] * count, forward_gather=0, in_loss=False)
+        gathered = compute_bytes(choice) * count
+        return ReferenceBytes(load=DTYPE_BYTES[choice.weights] * count, forward_gather=gathered, in_loss=True)
 
     def device_of(self, choice: Choice) -> DeviceModel:
         """How the tensors of ``choice`` become what the card shows."""
@@ -188,8 +193,8 @@ class MemoryParts:
         job, arch = self.job, self.job.architecture
         if not job.scores_vocabulary:
             return LossBytes(0, 0, "one score per sequence", "trl reward_trainer.py")
-        gathered = choice.sharding in FSDP2 or choice.sharding in ZERO or choice.sharding == "fsdp1"
-        gathered = gathered and not reads_resting_head(choice, tied=arch.tied, tail_group=job.head_in_tail_group)
+        rests = reads_resting_head(choice, tied=arch.tied, tail_group=job.head_in_tail_group)
+        gathered = choice.sharding in SHARDED and not rests
         return loss_bytes(
             choice.loss_path,
             tokens=rank_tokens(job, choice),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planner.choice import Choice
+from planner.job import PREFERENCE_PAIRS
 from planner.rules.book import refuses, warns
 from planner.rules.context import RuleContext
 from planner.units import format_bytes
@@ -11,8 +12,6 @@ FLASH_HEAD_DIM = 256
 """Widest head that FlashAttention 2 computes."""
 LONG_MASK = 8192
 """Tokens beyond which a seq_len x seq_len mask is worth a remark (64 MiB a row)."""
-PAIRED = frozenset({"dpo", "reward"})
-"""Trainers that run chosen and rejected rows as one batch."""
 
 
 @refuses(
@@ -153,7 +152,7 @@ def packing_mask(context: RuleContext, choice: Choice) -> str | None:
 )
 def padding_mask(context: RuleContext, choice: Choice) -> str | None:
     """Padded batches of several rows under sdpa at a long context."""
-    rows = choice.micro_batch * (2 if context.trainer in PAIRED else 1)
+    rows = choice.micro_batch * (2 if context.trainer in PREFERENCE_PAIRS else 1)
     if rows == 1 or choice.attention != "sdpa" or choice.packing or choice.cp > 1:
         return None
     if context.seq_len <= LONG_MASK:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from planner.architecture import Architecture
 from planner.job import Job
 from planner.precision.route_time import covered_linears
-from planner.precision.routes import Asked, asked_route
+from planner.precision.routes import Asked, asked_route, capability_of
 from planner.rules.model import ModelFacts, read_model
 from planner.rules.overrides import Overrides, read_overrides
 from planner.stack import Stack
@@ -151,7 +151,7 @@ def read_context(
         gpus_per_node=per_node,
         num_gpus=per_node * job.nodes,
         capability=compute_capability or "unknown",
-        compute_capability=_capability(compute_capability),
+        compute_capability=capability_of(compute_capability),
         release=release,
         loss_paths=frozenset(release.loss_paths_for(job.trainer)),
         versions=versions,
@@ -181,10 +181,3 @@ def _targets_head(targets: str | list[str]) -> bool:
 def _generations(job: Job) -> int:
     given = read_overrides(job.trl).num_generations
     return given if given is not None else DEFAULT_GENERATIONS.get(job.trainer, 1)
-
-
-def _capability(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    major, _, minor = text.partition(".")
-    return int(major), int(minor or 0)
