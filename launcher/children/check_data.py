@@ -51,9 +51,6 @@ class Refused(Exception):
         self.kind = kind
 
 
-# Rows
-
-
 def json_lines(path: Path) -> Iterator[dict]:
     """Rows of a JSON Lines file; blank lines do not count.
 
@@ -197,10 +194,7 @@ def hub_refusal(source: str, split: str, error: Exception, offline: bool) -> Ref
 def first_line(error: Exception) -> str:
     """An error's own words, short."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text[:200]
-
-
-# Format
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def find_format(row: dict, trainer: str, text_field: str) -> str | None:
@@ -251,9 +245,6 @@ def check_labels(number: int, row: dict) -> None:
         raise Refused(f"row {number}: column `label` must be true or false, not {row.get('label')!r}")
 
 
-# Tokens
-
-
 def load_tokenizer(model: str, trust_remote_code: bool):
     """The model's tokenizer.
 
@@ -265,7 +256,10 @@ def load_tokenizer(model: str, trust_remote_code: bool):
     try:
         return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
     except Exception as error:  # loaders of every family raise their own
-        raise Refused(f"the tokenizer of {model} cannot be loaded: {first_line(error)}", "environment") from None
+        said = first_line(error)
+        if "couldn't find them in the cached files" in said:
+            said = "it is not in the hub's cache and the hub cannot be reached; fetch it once, or name a local folder"
+        raise Refused(f"the tokenizer of {model} cannot be loaded: {said}", "environment") from None
 
 
 def turns_of(value: list) -> list:
