@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from planner.architecture import Architecture
-from planner.choice import FSDP2, SHARDED, Choice, Method
+from planner.choice import FSDP2, SHARDED, ZERO, Choice, Method
 from planner.hardware import Hardware
 from planner.memory.activations import ActivationsAt, activations_at
 from planner.memory.blocks import Blocks, parameter_blocks
