@@ -17,6 +17,7 @@ from textual.worker import Worker, WorkerState
 
 from launcher.diagnostics import report_note
 from launcher.errors import TrlfitError
+from launcher.paths import expanded
 from tui import asked, work_in_threads
 from tui.ascii import draw_in_ascii
 from tui.keys import EVERYWHERE, SCREENS, bindings, shown_key
@@ -233,12 +234,12 @@ class TrlfitApp(RunsApp):
         if not text.strip():
             return "a file has a name"
         try:
-            file = Path(text.strip()).expanduser()
+            file = expanded(text.strip())
             if file not in (self._replaces, ours) and file.is_file():
                 self._replaces = file
                 return f"{file} exists; Enter once more replaces it"
             write(file)
-        except (TrlfitError, OSError, RuntimeError, ValueError) as error:  # no such ~user, a NUL
+        except (TrlfitError, OSError, ValueError) as error:  # a NUL
             return str(error) if isinstance(error, ValueError) else work_in_threads.error_line(error)
         self.notify(f"wrote {text.strip()}", markup=False)
         return None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from launcher.errors import TrlfitError, UsageError
+from launcher.paths import expanded
 from planner.units import format_bytes, format_count, format_seconds
 from tui import lengths
 from tui.cells import size_words
@@ -136,7 +137,7 @@ def finding(field: Field, plan: Json | None, report: DataReport | None) -> str:
     if field.path == "data.dataset":
         if report is None:
             named = plan["job"]["data"]["dataset"]
-            hub = "" if not named or Path(named).expanduser().exists() else "no file of this name here: a hub id; "
+            hub = "" if not named or expanded(named).exists() else "no file of this name here: a hub id; "
             return f"{hub}i counts the tokens of its first rows" if named else field.says
         rows = f"{report.num_rows:,} rows" if report.num_rows is not None else "rows not counted"
         return f"{rows}, {report.format}; {report.sampled_rows:,} looked at"

@@ -9,6 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import get_args
 
+from launcher.paths import expanded
+
 Choices = Callable[[str], Sequence[str]]
 """What fits the text so far, best first."""
 MOST = 200
@@ -124,12 +126,12 @@ def _entries(text: str) -> Iterator[str]:
     where = folder + "/" if "/" in text else ""
     found: list[str] = []
     try:
-        with os.scandir(Path(where or ".").expanduser()) as entries:
+        with os.scandir(expanded(where or ".")) as entries:
             for entry in islice(entries, MOST_ENTRIES):
                 is_hidden = entry.name.startswith(".") and not start.startswith(".")
                 if entry.name.startswith(start) and entry.name.isprintable() and not is_hidden:
                     found.append(where + entry.name + ("/" if _is_folder(entry) else ""))
-    except (OSError, ValueError, RuntimeError):  # no such folder, a NUL, no such ~user
+    except (OSError, ValueError):  # no such folder, a NUL
         return iter(())
     return iter(sorted(found, key=lambda name: (not name.endswith("/"), name.lower())))
 

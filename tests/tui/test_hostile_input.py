@@ -16,6 +16,8 @@ from textual.events import Key
 from tests.launcher.fake_run import make_run
 from tests.tui.screens import screen_text, wait_for
 from tests.tui.test_app import JOB, folder, go, session, settled
+from tui.asked import finding
+from tui.fields import FIELDS
 from tui.leaving import HELPERS
 from tui.screens.base import PlanningScreen
 from tui.screens.modals import Question, TextBox
@@ -86,7 +88,7 @@ async def test_odd_places_to_save_to_are_a_line_and_nothing_is_replaced_unasked(
     (folder / "other.yaml").write_text("precious")
     async with session() as (_, pilot):
         for name, words in (
-            ("~nobody-of-that-name/x", "home directory"),
+            ("~nobody-of-that-name/x", "No such file"),
             ("a\0b", "null byte"),
             ("missing/x.yaml", "No such file"),
             ("/", "is a folder"),
@@ -108,6 +110,12 @@ async def test_odd_places_to_save_to_are_a_line_and_nothing_is_replaced_unasked(
         assert (folder / "other.yaml").read_text() == "precious"
         await go(pilot, "enter")
         assert "Qwen/Qwen3-8B" in (folder / "other.yaml").read_text()
+
+
+def test_data_in_the_home_of_nobody_are_a_file_that_is_not_here() -> None:
+    field = next(field for field in FIELDS if field.path == "data.dataset")
+    plan = {"job": {"data": {"dataset": "~nobody-of-that-name/x.jsonl"}}}
+    assert finding(field, plan, None).startswith("no file of this name here")
 
 
 async def test_nothing_is_undone_over_another_file() -> None:
