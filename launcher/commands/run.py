@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,14 @@ from launcher.ending.history import HistoryRow, error_summary, history_rows, tab
 from launcher.ending.outcomes import Outcome
 from launcher.ending.prediction_errors import ERRORS_SCHEMA, error_groups, error_table
 from launcher.errors import EnvironmentLacks, ExitCode, TrlfitError, UsageError
+from launcher.inputs.stack import inspect_stack
 from launcher.inputs.validation_text import shown
 from launcher.output import print_json, print_text, table
 from launcher.paths import expanded
+from launcher.run_text.run_files import python_of
 from launcher.running.checkpoints import disk_need, last_checkpoint
 from launcher.running.follow import closing_lines, narrate
-from launcher.running.run_record import PLAN, claim, forget_next, read_json, release, stage_next
+from launcher.running.run_record import COMMAND, PLAN, PYTHON, claim, forget_next, read_json, release, stage_next
 from launcher.running.runs import RunHandle, RunState, run_state, start_run, stop_run
 from launcher.running.watchdog import room_problem
 from launcher.writing.run_folder import is_run_folder
@@ -74,6 +77,10 @@ def run_launch(args: argparse.Namespace) -> int:
         raise UsageError(f"{flag} needs a run folder that was launched; {named}")
     target = resolve_target(args)
     folder, resume = target.folder, bool(args.resume)
+    # A folder that is written trains in the Python it names, unless another is named now.
+    python = None
+    if target.spec is None and args.python is not None:
+        python = inspect_stack(args.python).python
     if target.spec is not None:
         check_is_here(target.spec, START_THERE)
         folder = _write(target, args)
@@ -83,14 +90,14 @@ def run_launch(args: argparse.Namespace) -> int:
     elif args.next:
         resume = _stage_next(folder, dry=args.dry_run)
     elif not args.no_check:
-        check_settings(folder, args.python, frozenset())
+        check_settings(folder, python or _own_python(folder), frozenset())
     command = f"bash {shlex.quote(str(folder / 'command.sh'))}"
     if args.dry_run:
         _say(args, {"folder": str(folder), "command": command, "started": False}, f"would run: {command}")
         return ExitCode.DONE
     _note_before_start(folder, resume=resume, anew=target.spec is None and not args.next)
     try:
-        handle = _start(folder, args, resume=resume)
+        handle = _start(folder, args, resume=resume, python=python)
         if args.detach:
             pid = handle.record.supervisor_pid
             document = {"folder": str(folder), "command": command, "started": True, "pid": pid}
@@ -105,10 +112,25 @@ def run_launch(args: argparse.Namespace) -> int:
         raise
 
 
-def _start(folder: Path, args: argparse.Namespace, *, resume: bool) -> RunHandle:
+def _own_python(folder: Path) -> str | None:
+    """The Python that command.sh will take, None where it cannot be told."""
+    if named := os.environ.get(PYTHON):
+        return named
+    try:
+        return python_of((folder / COMMAND).read_text(encoding="utf-8", errors="surrogateescape"))
+    except OSError:
+        return None
+
+
+def _start(folder: Path, args: argparse.Namespace, *, resume: bool, python: str | None) -> RunHandle:
     try:
         return start_run(
-            folder, detach=args.detach, hang_after_s=args.hang_after, resume=resume, retries=args.auto_retry
+            folder,
+            detach=args.detach,
+            hang_after_s=args.hang_after,
+            resume=resume,
+            retries=args.auto_retry,
+            python=python,
         )
     except EnvironmentLacks:
         if args.next:

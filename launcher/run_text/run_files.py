@@ -25,6 +25,7 @@ TRAIN_FILE = "train.py"
 SLURM_FILE = "slurm.sh"
 JOB_FILE = "job.yaml"
 
+_PYTHON_LINE = re.compile(r"^PYTHON=\$\{PYTHON:-(.+)\}$", re.MULTILINE)
 _BARE_WORD = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -81,6 +82,16 @@ def render_command(spec: RunSpec) -> str:
         *_launch_lines(spec),
     ]
     return "\n".join(lines) + "\n"
+
+
+def python_of(command: str) -> str | None:
+    """The Python that a command.sh starts where the environment names no other; None where that line was edited."""
+    found = _PYTHON_LINE.search(command)
+    try:
+        words = shlex.split(found[1]) if found else []
+    except ValueError:
+        return None
+    return words[0] if len(words) == 1 else None
 
 
 def _device_exports(spec: RunSpec) -> list[str]:

@@ -43,6 +43,8 @@ RESERVE_BYTES = 32 << 10
 RUN_SCHEMA = "trlfit.run/1"
 RESUME = "RESUME"
 """Environment variable that tells train.py to go on from its last checkpoint."""
+PYTHON = "PYTHON"
+"""Environment variable by which command.sh takes another Python than its own."""
 MARKER = "TRLFIT_RUN"
 """Environment variable of every process of a run; its value is the resolved folder."""
 

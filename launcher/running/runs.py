@@ -31,6 +31,7 @@ from launcher.running.run_record import (
     NOTES,
     OUTCOME,
     PLAN,
+    PYTHON,
     RUN,
     SILENT_S,
     STOP_REQUEST,
@@ -110,6 +111,7 @@ def start_run(
     hang_after_s: float | None = None,
     resume: bool = False,
     retries: int = 0,
+    python: str | None = None,
 ) -> RunHandle:
     """Start ``bash command.sh`` under a supervisor that outlives this process and its terminal.
 
@@ -120,6 +122,7 @@ def start_run(
         hang_after_s: Seconds of silence that end it as hung; None follows the steps, infinity is never.
         resume: Go on from its newest whole checkpoint.
         retries: Times that it starts again by a smaller plan after it ran out of memory.
+        python: Path of the Python that trains in place of the one in command.sh.
 
     Raises:
         UsageError: not a run folder, its run is live, or there is no checkpoint to go on from.
@@ -138,6 +141,7 @@ def start_run(
     with subprocess.Popen(
         [*command, *terms],
         cwd=PACKAGES_FOLDER,
+        env=os.environ if python is None else {**os.environ, PYTHON: python},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,25 @@ def test_whoever_sees_it_end_is_told_the_next_plan(run: Path, capsys: pytest.Cap
     assert (said.code, command.startswith("`trlfit launch ")) == (6, True)
     assert plan == f"next plan: {next_run(run, short(run, 1.07)).sentence}"
     assert (run / "plan.json").exists() and not (run / ".next").exists(), "only said"
+
+
+def test_a_written_run_is_checked_and_started_in_the_python_it_names(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PYTHON", raising=False)
+    command = (run / "command.sh").read_text()
+    (run / "command.sh").write_text(command.replace(sys.executable, "/gone/python"))
+    said = here(capsys, ["launch", str(run), "--dry-run"])
+    assert_refused(said, 4, "cannot start the training Python /gone/python: No such file or directory; name another")
+    monkeypatch.setenv("PYTHON", "/other/python")
+    assert_refused(here(capsys, ["launch", str(run), "--dry-run"]), 4, "cannot start the training Python /other/python")
+    monkeypatch.delenv("PYTHON")
+    asked: list[str | None] = []
+    monkeypatch.setattr("launcher.commands.run.start_run", lambda folder, **terms: asked.append(terms["python"]))
+    monkeypatch.setattr("launcher.commands.run._follow", lambda folder, json: 0)
+    for words in (["--python", sys.executable], []):
+        assert here(capsys, ["launch", str(run), "--no-check", *words]).code == 0
+    assert asked == [sys.executable, None]
 
 
 def test_next_is_for_runs_that_ended(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

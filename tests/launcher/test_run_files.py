@@ -12,7 +12,7 @@ import yaml
 
 from launcher.errors import EnvironmentLacks, UsageError
 from launcher.inputs.model_config import resolve_architecture
-from launcher.run_text.run_files import RunSpec, render_run
+from launcher.run_text.run_files import RunSpec, python_of, render_command, render_run
 from launcher.running.processes import create_time, this_host
 from launcher.running.run_record import RUN, RunRecord, write_json
 from launcher.writing.run_folder import is_run_folder, write_run
@@ -55,6 +55,14 @@ def environment_of(spec: RunSpec, folder: Path, **environment: str) -> dict[str,
     found = called(folder / "run", **environment)["env"]
     assert isinstance(found, dict)
     return found
+
+
+@pytest.mark.parametrize("python", ["/usr/bin/python3", "/a b/it's}/python", "python"])
+def test_the_python_of_a_command_can_be_read_back(python: str) -> None:
+    command = render_command(replace(make_spec(), python=python))
+    assert python_of(command) == python
+    assert python_of(command.replace("PYTHON=${", "PYTHON=$(find-one) # ${")) is None
+    assert python_of("PYTHON=${PYTHON:-'half}") is None
 
 
 LAUNCH = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", "accelerate.yaml"]

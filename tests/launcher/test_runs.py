@@ -319,6 +319,14 @@ def forge(run: Path, **changes: object) -> RunRecord:
     return forged
 
 
+def test_another_python_is_named_to_the_command(root: Path) -> None:
+    run = make_run(root / "a", bash='echo "${PYTHON:-none}"')
+    for python in ("/else/python", None):
+        handle = start_run(run, detach=False, python=python)
+        finish(handle)
+        assert (run / "log.txt").read_text() == f"{python or os.environ.get('PYTHON', 'none')}\n"
+
+
 def test_a_run_json_that_somebody_edited_is_no_record(root: Path) -> None:
     run = make_run(root / "a", bash="echo one")
     finish(start(run))
