@@ -118,6 +118,13 @@ def _verdict(plan: Json, *, is_older: bool) -> str:
     return f"{word:<6}the best plan takes {size_words(memory['device_bytes'])} {where}{pace}"
 
 
+def _is_here(name: str) -> bool:
+    try:
+        return expanded(name).exists()
+    except OSError:  # longer than a name may be
+        return False
+
+
 def finding(field: Field, plan: Json | None, report: DataReport | None) -> str:
     """What was found out about a field, else what it is."""
     choices = f"{field.says}: {', '.join(field.choices)}" if field.choices else field.says
@@ -137,7 +144,7 @@ def finding(field: Field, plan: Json | None, report: DataReport | None) -> str:
     if field.path == "data.dataset":
         if report is None:
             named = plan["job"]["data"]["dataset"]
-            hub = "" if not named or expanded(named).exists() else "no file of this name here: a hub id; "
+            hub = "" if not named or _is_here(named) else "no file of this name here: a hub id; "
             return f"{hub}i counts the tokens of its first rows" if named else field.says
         rows = f"{report.num_rows:,} rows" if report.num_rows is not None else "rows not counted"
         return f"{rows}, {report.format}; {report.sampled_rows:,} looked at"

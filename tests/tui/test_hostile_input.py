@@ -112,9 +112,10 @@ async def test_odd_places_to_save_to_are_a_line_and_nothing_is_replaced_unasked(
         assert "Qwen/Qwen3-8B" in (folder / "other.yaml").read_text()
 
 
-def test_data_in_the_home_of_nobody_are_a_file_that_is_not_here() -> None:
+@pytest.mark.parametrize("name", ["~nobody-of-that-name/x.jsonl", "x" * 300, "a\0b"])
+def test_data_of_an_odd_name_are_a_file_that_is_not_here(name: str) -> None:
     field = next(field for field in FIELDS if field.path == "data.dataset")
-    plan = {"job": {"data": {"dataset": "~nobody-of-that-name/x.jsonl"}}}
+    plan = {"job": {"data": {"dataset": name}}}
     assert finding(field, plan, None).startswith("no file of this name here")
 
 
