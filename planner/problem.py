@@ -116,6 +116,7 @@ def memory_job(job: Job, architecture: Architecture, stack: Stack) -> MemoryJob:
         rows_per_sequence=2 if job.trainer in PREFERENCE_PAIRS else 1,
         padded=not job.data.packing,
         reference_model=job.trainer in REFERENCE_TRAINERS and job.method == "full" and not precomputes,
+        reference_in_loss=job.trainer in ("dpo", "kto") and job.method == "full" and not precomputes,
         reference_before=job.method == "full" and precomputes,
         evaluates=job.data.evaluates,
         eval_rows=asks.eval_rows,

@@ -208,16 +208,26 @@ class MemoryFrame:
         # With accumulation the gradients of earlier micro-batches live through the whole step.
         persisting = self.states.all_gradients if accumulates else 0.0
         loss = loss_moment(walker, layers, self._loss(micro_batch), self.shard, persisting)
-        if self.reference.forward_gather:
-            loss = max(loss, self._reference_forward(layers, micro_batch, persisting), key=sum)
+        if self.reference.in_loss:
+            loss = max(loss, *self._reference_forward(walker, layers, micro_batch, persisting), key=sum)
         return layers, loss
 
-    def _reference_forward(self, layers: LayerWalk, micro_batch: int, persisting: float) -> Moment:
-        """The reference's forward pass, after the policy's and while all that is kept of that."""
+    def _reference_forward(
+        self, walker: LayerWalker, layers: LayerWalk, micro_batch: int, persisting: float
+    ) -> tuple[Moment, Moment]:
+        """The reference's layers and its head, after the policy's forward and while all that is kept of that.
+
+        Its weights need gradients by their flag, so autocast keeps copies of them all until its forward is over
+        (aten/src/ATen/autocast_mode.cpp: ``cached_cast``); of the policy's only those are left that backward needs.
+        """
         at = self.activations(micro_batch)[1]
         layer = max(at.kinds[index].full.forward for index in set(self._parts.job.architecture.order))
-        shard, gather = self.shard, self.reference.forward_gather
-        return Moment(persisting, layers.saved, layer, 0.0, gather, shard.rest_buckets, 0.0)
+        gather, buckets = self.reference.forward_gather, self.shard.rest_buckets
+        casts = walker.backward_casts + walker.forward_casts
+        return (
+            Moment(persisting, layers.saved, layer, 0.0, gather, buckets, casts),
+            Moment(persisting, layers.saved, 0.0, self._loss(micro_batch).forward, gather, buckets, casts),
+        )
 
     def phases(self, micro_batch: int, grad_accum: int) -> list[Phase]:
         """Every phase of one optimizer step, part by part."""

@@ -212,6 +212,25 @@ def test_depth_1_and_2_tell_depth_8(trainer: Any, method: Any, recompute: str, r
 
 
 @pytest.mark.stack
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_reference_has_copies_under_autocast_too(recompute: Any, tmp_path: Path) -> None:
+    """Without a probe: of wide layers and few tokens the copies are most of what the loss adds, and decide the peak."""
+    wide = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | wide))
+    job = Job(model=str(tmp_path), trainer="dpo", seq_len=32, global_batch=1, machine="cpu")
+    inputs = plan_inputs(job, {}, None, 1, trace=False)
+    choice = Choice(method="full", loss_path="fused", recompute=recompute, weights="fp32", mixed_precision="bf16")
+    cells = [{"layers": 2, "sequence": 32}]
+    request = job_request(inputs, choice, room_of(inputs.machine), cells, limit_s=120, whole=True)
+    answer = ask_child("measure_job.py", request, python=None, limit_s=120, environment={"OMP_NUM_THREADS": "1"})
+    seen = answer["cells"][0]["peaks"]
+    said = {phase.name: phase.bytes for phase in make_problem(inputs).judge.memory.frame(choice).phases(1, 1)}
+    assert {phase: said[phase] for phase in seen} == pytest.approx(seen, rel=0.02)
+    if recompute == "none":
+        assert max(seen, key=lambda phase: seen[phase]) == "loss"
+
+
+@pytest.mark.stack
 def test_pairs_through_the_command_line(tmp_path: Path) -> None:
     """DPO with a reference model: its probe counts for DPO as it ran, and for no other trainer or reference."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
