@@ -34,7 +34,7 @@ def measurement_text(document: Document) -> str:
 def _rates_lines(document: Document) -> list[str]:
     rates = document["rates"]
     rows = [
-        [f"{p['dtype']} product", f"{p['m']:,} x {p['n']:,} over {p['k']:,}", f"{p['flops_per_s'] / 1e12:,.2f} TFLOP/s"]
+        [f"{p['dtype']} product", f"{p['m']:,} x {p['n']:,} over {p['k']:,}", _flops(p["flops_per_s"], 2)]
         for p in rates.get("products", [])
     ]
     named = (
@@ -51,6 +51,13 @@ def _rates_lines(document: Document) -> list[str]:
         rows.append(["context", "", f"{format_gib(rates['context_bytes'], 2)} GiB"])
     rows += [[name, "", "out of memory"] for name in rates.get("out_of_memory", [])]
     return [table(("what", "how", "reached"), rows, right=(2,)), *_busy(rates.get("stretched", 1.0))]
+
+
+def _flops(per_second: float, digits: int) -> str:
+    """``612.4 TFLOP/s``, and ``1.9 GFLOP/s`` of a CPU without kernels for a dtype, which would read as none."""
+    if per_second < 1e11:
+        return f"{per_second / 1e9:,.{digits}f} GFLOP/s"
+    return f"{per_second / 1e12:,.{digits}f} TFLOP/s"
 
 
 def _busy(times: float) -> list[str]:
@@ -129,7 +136,7 @@ def shown_text(kept: Sequence[tuple[str, Document]]) -> str:
 def _summary(document: Document) -> str:
     if document["kind"] == "rates":
         rates = rates_of(document)
-        words = [f"{rates.matmul_flops / 1e12:,.1f} TFLOP/s"] if rates.matmul_flops else []
+        words = [_flops(rates.matmul_flops, 1)] if rates.matmul_flops else []
         words += [f"{rates.bandwidth / 1e9:,.0f} GB/s"] if rates.bandwidth else []
         words += [f"host {rates.host_link / 1e9:,.1f} GB/s"] if rates.host_link else []
         return ", ".join(words)
