@@ -16,6 +16,7 @@ from launcher.run_text.trl_arguments import fsdp_checkpoints
 from planner.choice import FSDP2, ZERO
 from planner.memory.blocks import parameter_blocks
 from planner.memory.sharding import ZERO3_LIVE_ELEMENTS, ZERO_BUCKET_ELEMENTS
+from planner.memory.zero3_gathers import ZERO3_PERSISTENT_ELEMENTS, ZERO3_PREFETCH_ELEMENTS
 
 ACCELERATE_FILE = "accelerate.yaml"
 DEEPSPEED_FILE = "deepspeed.json"
@@ -91,8 +92,8 @@ def deepspeed_config(spec: RunSpec) -> dict[str, object]:
         "overlap_comm": stage == 3,
     }
     if stage == 3:
-        zero["stage3_prefetch_bucket_size"] = 50_000_000
-        zero["stage3_param_persistence_threshold"] = 100_000
+        zero["stage3_prefetch_bucket_size"] = ZERO3_PREFETCH_ELEMENTS
+        zero["stage3_param_persistence_threshold"] = ZERO3_PERSISTENT_ELEMENTS
         zero["stage3_max_live_parameters"] = ZERO3_LIVE_ELEMENTS
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     else:

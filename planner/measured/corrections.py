@@ -76,7 +76,7 @@ class Corrections:
             if id(job) not in known:
                 try:
                     known[id(job)] = MeasuredTime(job, model_at)
-                except ValueError:
+                except ValueError:  # more layers took no longer: the model alone stands
                     known[id(job)] = None
             return known[id(job)]
 
