@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.advice.changes import Change, changes_by_route, changes_that_fit, changes_that_help
-from planner.advice.reasons import peak_sentence, shortage, why
+from planner.advice.reasons import peak_sentence, why
 from planner.advice.route_offers import offers
 from planner.architecture import Architecture
 from planner.contradictions import check_inputs
@@ -19,6 +19,7 @@ from planner.problem import PlanInput, Problem, run_file_names
 from planner.rules import warnings_for
 from planner.search.methods import JobSearch, search_job
 from planner.search.search import Candidate, SearchResult, distinct
+from planner.search.shortage import shortage
 from planner.time.run_cost import cost_of
 from planner.units import format_gib
 

@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import Any
 
 from launcher.text.plan import machine_words
-from planner.advice.reasons import PART_NAMES
+from planner.search.shortage import PART_NAMES
 from planner.units import format_gib, format_seconds
 
 Json = Mapping[str, Any]

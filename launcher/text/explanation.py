@@ -7,7 +7,7 @@ from typing import Any
 
 from launcher.output import table
 from launcher.text.wrapping import wrapped
-from planner.advice.reasons import PART_NAMES
+from planner.search.shortage import PART_NAMES
 from planner.units import format_gib, format_seconds
 
 Json = Mapping[str, Any]

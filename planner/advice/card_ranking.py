@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from planner.advice.reasons import short_bytes
 from planner.contradictions import check_inputs
 from planner.named_machine import named_machine
 from planner.pins import PinError
@@ -15,6 +14,7 @@ from planner.plan_json import round_significant
 from planner.problem import PlanInput, with_job
 from planner.search.longest import settled
 from planner.search.methods import search_job
+from planner.search.shortage import short_bytes
 from planner.time.run_cost import run_length
 from profiles.cards import CardProfile
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.advice.altered_jobs import pin_text
-from planner.advice.reasons import PART_NAMES, short_bytes
 from planner.contradictions import check_inputs
 from planner.planning import RefusedJob, planned_candidate
 from planner.problem import PlanInput, Problem, with_job
 from planner.search.longest import settled
 from planner.search.methods import search_job
 from planner.search.search import Candidate, distinct
+from planner.search.shortage import PART_NAMES, short_bytes
 from planner.units import format_gib, format_seconds
 
 COMPARISON_SCHEMA = "trlfit.comparison/1"

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.advice.neighbours import GPUS_USED, Neighbour, neighbours
-from planner.advice.reasons import short_bytes
 from planner.choice import Choice, OffloadTarget
 from planner.plan_json import round_significant
 from planner.problem import Problem, method_label
 from planner.search.search import GROUPS, Candidate
+from planner.search.shortage import short_bytes
 from planner.time.waits import waits
 from planner.units import format_gib, format_seconds
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from planner.advice.altered_jobs import Alteration, all_together, alterations, pin_text
 from planner.advice.changes import goal_of
-from planner.advice.reasons import short_bytes
 from planner.choice import Alters
 from planner.plan_json import round_significant
 from planner.problem import PlanInput, Problem, with_job
 from planner.search.levers import KNOB_LEVERS, free_levers
 from planner.search.methods import search_job
 from planner.search.search import Candidate
+from planner.search.shortage import short_bytes
 from planner.units import format_gib, format_seconds
 
 

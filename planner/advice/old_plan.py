@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from planner.advice.explanation import change_words
-from planner.advice.reasons import short_bytes, shortage
 from planner.choice import Alters, Choice, LossPath, Method
 from planner.contradictions import check_inputs
 from planner.job import Job
@@ -18,6 +17,7 @@ from planner.rules import all_refusals, job_refusals
 from planner.search.longest import settled
 from planner.search.methods import JobSearch, methods_of, search_job
 from planner.search.search import SAME_SPEED, Candidate
+from planner.search.shortage import short_bytes, shortage
 from planner.units import format_gib, format_seconds
 from profiles.releases import trl_release
 

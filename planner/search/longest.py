@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from planner.advice.reasons import shortage
 from planner.problem import PlanInput, with_job
 from planner.search.levers import free_levers
 from planner.search.methods import problems_of, search_job
 from planner.search.search import Candidate, any_fits
+from planner.search.shortage import shortage
 
 STEP_TOKENS = 1024
 """Lengths are multiples of this, which also pads what context parallelism splits over up to 512 cards."""

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from planner.advice.reasons import largest_part, peak_sentence, shortage, why
+from planner.advice.reasons import peak_sentence, why
 from planner.choice import Choice
 from planner.machine import Host
 from planner.memory.host import HostMemory
 from planner.memory.model import MemoryEstimate
 from planner.memory.phases import Phase
 from planner.problem import Problem, make_problem
+from planner.search.shortage import largest_part, shortage
 from tests.planner.replay import named_machine, problem_of
 
 GIB = 2**30

@@ -80,7 +80,7 @@ class LedgerScreen(PlanningScreen):
 
     def _read(self) -> None:
         """The ledger of another plan; edits belong to the one that they were made in."""
-        from planner.advice.reasons import PART_NAMES
+        from planner.search.shortage import PART_NAMES
 
         known = self.known
         self._drawn = (known.edition, known.chosen)
