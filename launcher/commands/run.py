@@ -21,7 +21,18 @@ from launcher.paths import expanded
 from launcher.run_text.run_files import python_of
 from launcher.running.checkpoints import disk_need, last_checkpoint
 from launcher.running.follow import closing_lines, narrate
-from launcher.running.run_record import COMMAND, PLAN, PYTHON, claim, forget_next, read_json, release, stage_next
+from launcher.running.processes import kill_tree
+from launcher.running.run_record import (
+    COMMAND,
+    PLAN,
+    PYTHON,
+    claim,
+    forget_next,
+    marker_of,
+    read_json,
+    release,
+    stage_next,
+)
 from launcher.running.runs import RunHandle, RunState, run_state, start_run, stop_run
 from launcher.running.watchdog import room_problem
 from launcher.writing.run_folder import is_run_folder
@@ -256,9 +267,13 @@ def run_watch(args: argparse.Namespace) -> int:
 
 def run_stop(args: argparse.Namespace) -> int:
     """End a run and everything it started."""
-    _check_folder(args.run)
     if not 0 <= args.grace <= MAX_GRACE_S:
         raise UsageError(f"--grace {args.grace:g}: give seconds from 0 to {MAX_GRACE_S:,}")
+    if not args.run.exists() and (report := kill_tree(marker=marker_of(args.run), grace_s=args.grace)).ended:
+        # Somebody removed the folder of a run that went on: its processes still name it.
+        print_text(f"{args.run}: the folder is gone; {report.ended} processes of its run were ended")
+        return ExitCode.DONE
+    _check_folder(args.run)
     before = run_state(args.run)
     if before.is_over and before.outcome is not None:
         print_text(f"{args.run}: already over: {before.outcome.sentence}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launcher.cli import main
 from launcher.ending.history import history_rows, read_entries
 from launcher.ending.outcomes import Outcome
 from launcher.errors import EnvironmentLacks, TrainingFailed, UsageError
@@ -317,6 +319,17 @@ def forge(run: Path, **changes: object) -> RunRecord:
     assert forged is not None
     write_json(run / run_record.RUN, forged.to_json())
     return forged
+
+
+def test_a_run_whose_folder_was_removed_can_be_stopped(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(root / "a", bash=SLEEPS)
+    record = start_run(run, detach=False).record
+    shutil.rmtree(run)
+    assert main(["stop", str(run), "--grace", "0"]) == 0
+    assert "the folder is gone; " in capsys.readouterr().out
+    assert not left_over(run)
+    wait_for(lambda: not processes.alive(record.supervisor_pid, record.supervisor_start), 30)
+    assert main(["stop", str(run)]) == 2
 
 
 def test_another_python_is_named_to_the_command(root: Path) -> None:
