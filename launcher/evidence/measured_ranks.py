@@ -23,7 +23,7 @@ from launcher.run_text.accelerate_config import (
     render_accelerate_yaml,
 )
 from launcher.run_text.training_script import keeps_fsdp_outputs, refuse_what_no_script_does
-from planner.choice import ZERO, Choice
+from planner.choice import FSDP2, ZERO, Choice
 from planner.machine import BUSY_BYTES, Card, Machine
 from planner.machine_hardware import cards_by_room
 from planner.memory.states import DTYPE_BYTES
@@ -112,8 +112,11 @@ def check_ranks(inputs: PlanInput, problem: Problem, choice: Choice) -> None:
         return
     memory = problem.judge.memory
     needs = memory.estimate(choice).host
-    # Every rank makes all weights there; ZeRO-3 cuts them as they are made. No checkpoint is saved.
-    copies = 0 if choice.sharding == "zero3" else choice.num_gpus
+    # Every rank makes all weights there; ZeRO-3 cuts them as they are made. No checkpoint is saved. Under DDP the policy
+    # is on its card before a reference is made.
+    reference = memory.job.reference_model and choice.sharding != "ddp"
+    reference = reference or (memory.job.reference_before and choice.sharding in FSDP2)
+    copies = 0 if choice.sharding == "zero3" else choice.num_gpus * (2 if reference else 1)
     weights = copies * memory.blocks(choice.method).num_parameters * DTYPE_BYTES[choice.weights]
     most = needs.process_bytes + max(weights, needs.pinned_bytes + needs.pageable_bytes)
     left = less_margin(host.available_bytes, "cpu", "the host")

@@ -23,7 +23,7 @@ from planner.job import Job
 from planner.machine import Host, Machine
 from planner.measured.probes import PHASES
 from planner.planning import make_plan
-from planner.problem import PlanInput, make_problem
+from planner.problem import PlanInput, make_problem, with_job
 from planner.units import GIB
 from tests.launcher.command_line import child
 from tests.launcher.warm_python import warm_environment, warm_python, warm_variables
@@ -106,6 +106,10 @@ def test_what_does_not_run_on_all_ranks_is_one_line() -> None:
     # 8.19 billion weights of two bytes, twice, and two processes.
     with pytest.raises(EnvironmentLacks, match=r"the host has 28\.8 GiB that a probe may take, and 2 ranks take 31\.3"):
         check_ranks(small, make_problem(small), FSDP)
+    # A reference is made beside the policy that no card has yet.
+    pairs = with_job(small, trainer="dpo")
+    with pytest.raises(EnvironmentLacks, match=r"and 2 ranks take 61\.8"):
+        check_ranks(pairs, make_problem(pairs), FSDP)
 
 
 def seen(bytes_: int, step_s: float) -> dict[str, Any]:
