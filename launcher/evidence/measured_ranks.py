@@ -112,8 +112,8 @@ def check_ranks(inputs: PlanInput, problem: Problem, choice: Choice) -> None:
         return
     memory = problem.judge.memory
     needs = memory.estimate(choice).host
-    # Every rank makes all weights there; ZeRO-3 cuts them as they are made. No checkpoint is saved. Under DDP the policy
-    # is on its card before a reference is made.
+    # Every rank makes all weights there; ZeRO-3 cuts them as they are made. No checkpoint is saved. Under DDP the
+    # policy is on its card before a reference is made.
     reference = memory.job.reference_model and choice.sharding != "ddp"
     reference = reference or (memory.job.reference_before and choice.sharding in FSDP2)
     copies = 0 if choice.sharding == "zero3" else choice.num_gpus * (2 if reference else 1)
