@@ -177,6 +177,8 @@ class _Finder:
         self._looks = (self._from_traces, self._from_exact_bundle, self._from_cache, self._from_bundle, *last)
         self.planned = ""
         """Shape of the model that may be traced."""
+        self._device_asked: bool | None = None
+        """Whether the plan is for cards (``mask_bias``): one that a CPU's plan offers is not worth a second trace."""
 
     def coefficients(self, architecture: Architecture, options: ActivationOptions) -> Coefficients:
         """The best evidence there is for ``options``."""
@@ -311,7 +313,9 @@ class _Finder:
         self, architecture: Architecture, options: ActivationOptions, shape: str, option: str
     ) -> CoefficientDocument | None:
         """Trace ``options`` and their siblings now, where that is allowed."""
-        if not self._trace or shape != self.planned:
+        if self._device_asked is None:
+            self._device_asked = options.mask_bias
+        if not self._trace or shape != self.planned or options.mask_bias != self._device_asked:
             return None
         # Loading a subprocess machinery costs milliseconds that a plan of a bundled model does not have.
         from launcher.evidence.tracing import trace

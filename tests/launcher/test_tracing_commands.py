@@ -63,6 +63,14 @@ def test_an_unknown_model_is_traced_once_and_planned_from_what_was_kept(folder: 
 
 
 @pytest.mark.stack
+def test_the_card_that_a_plan_on_a_cpu_offers_waits_for_no_trace(folder: Path) -> None:
+    words = ["plan", "model", "--machine", "cpu", "--seq-len", "1024", "--json"]
+    said = child(words, cwd=folder, env=command_environment(folder, OMP_NUM_THREADS="1"))
+    assert (evidence(said), said.err.count("traced in ")) == ("traced", 1)
+    assert any(change["lever"] == "another card" for change in json.loads(said.out)["changes"])
+
+
+@pytest.mark.stack
 def test_probe_traces_a_bundled_model_for_options_that_are_not_bundled(tmp_path: Path) -> None:
     job = ["Qwen/Qwen3-0.6B", "--method", "lora", "--lora-targets", "q_proj,v_proj", "--machine", "1xH100-80GB"]
     env = command_environment(tmp_path, OMP_NUM_THREADS="1")
