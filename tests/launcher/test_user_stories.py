@@ -97,9 +97,7 @@ def test_two_rtx_3090_of_which_one_is_busy(home: Path, capsys: pytest.CaptureFix
     # Full training does not fit: 16 bytes of 8.2 B parameters, and the host has 50 GiB.
     assert full.code == 3
     assert "note: card 0 is busy: 19.0 of 24.0 GiB are taken by pid 4242 python (anna)" in full.text
-    assert all(
-        "GiB of host memory per node, of which " in miss["why"][0] for miss in full.plan["near_misses"]
-    )
+    assert all("GiB of host memory per node, of which " in miss["why"][0] for miss in full.plan["near_misses"])
     assert {"lora", "qlora", "more GPUs", "another card"} <= set(full.changes)
     offers = full.block("nothing fits as asked; what would")
     flags = [line.split("  ")[1] for line in offers if line.startswith("  --")]
