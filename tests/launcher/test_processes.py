@@ -125,8 +125,8 @@ def test_a_polite_process_is_not_killed(marker: str) -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         began = time.monotonic()
-        kill_tree(marker=marker, grace_s=10)
-        assert time.monotonic() - began < 8, "the grace is not sat out once all are gone"
+        kill_tree(marker=marker, grace_s=60)
+        assert time.monotonic() - began < 30, "the grace is not sat out once all are gone"
         assert child.wait() == 7
 
 

@@ -126,7 +126,10 @@ def test_a_failing_command(root: Path) -> None:
     assert outcome.sentence == "configuration error: RuntimeError: the loss is cross (train.py:1)"
 
 
-def test_a_command_that_ends_at_once_is_told_to_one_who_will_not_follow(root: Path) -> None:
+def test_a_command_that_ends_at_once_is_told_to_one_who_will_not_follow(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "INSTANT_S", 20.0)  # a busy machine's instant
     with pytest.raises(TrainingFailed, match=r"ended at once: configuration error: .*not found"):
         start_run(make_run(root / "a", bash="no_such_launcher"), detach=True)
 
@@ -134,7 +137,7 @@ def test_a_command_that_ends_at_once_is_told_to_one_who_will_not_follow(root: Pa
 def test_detached_does_not_wait_for_the_end(root: Path) -> None:
     began = time.monotonic()
     handle = start_run(make_run(root / "a", bash=SLEEPS), detach=True)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert handle.state().stage == "running"
 
 
@@ -181,7 +184,7 @@ def test_stopping_the_deaf_takes_the_grace_and_no_longer(root: Path) -> None:
     start(run, until="deaf", lines=3)
     began = time.monotonic()
     state = stop_run(run, grace_s=0.5)
-    assert 0.5 <= time.monotonic() - began < 3
+    assert 0.5 <= time.monotonic() - began < 8, "the usual grace is 10 s"
     assert state.outcome is not None and state.outcome.kind == "stopped"
     assert left_over(run) == set()
 
@@ -204,7 +207,7 @@ def test_stopping_twice_kills_at_once(root: Path) -> None:
     os.kill(handle.record.supervisor_pid, signal.SIGTERM)
     began = time.monotonic()
     assert finish(handle).kind == "stopped"
-    assert time.monotonic() - began < 3, "the grace of the first is 10 s"
+    assert time.monotonic() - began < 8, "the grace of the first is 10 s"
 
 
 def test_a_signal_to_the_supervisor_stops(root: Path) -> None:
