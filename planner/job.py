@@ -105,6 +105,14 @@ class Job(_Document):
         """``128k`` and ``1M`` are lengths in a file as on the command line."""
         return parse_tokens(value) if isinstance(value, str) else value
 
+    @field_validator("reserve", "price_per_hour", mode="before")
+    @classmethod
+    def _no_switch(cls, value: Any) -> Any:
+        # A field that takes text as a number would take true for 1.
+        if isinstance(value, bool):
+            raise ValueError(f"give a number, not {str(value).lower()}")
+        return value
+
     @field_validator("stack", mode="before")
     @classmethod
     def _stack_text(cls, value: Any) -> Any:

@@ -67,6 +67,18 @@ class StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+def _number_as_written(loader: StrictLoader, node: yaml.ScalarNode) -> Any:
+    """A number; ``12:30:00``, which YAML 1.1 counts in sixties, is the text that was typed."""
+    if ":" in node.value:
+        return loader.construct_scalar(node)
+    make = loader.construct_yaml_int if node.tag.endswith(":int") else loader.construct_yaml_float
+    return make(node)
+
+
+for tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    StrictLoader.add_constructor(tag, _number_as_written)
+
+
 def _count(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
     """Values below and at ``node``, aliases counted as often as they are used; each node is walked once."""
     own = id(node)

@@ -105,6 +105,20 @@ def test_numbers_with_an_exponent_that_yaml_reads_as_text(tmp_path: Path) -> Non
     assert (job.reserve, job.lora.dropout) == (0.05, 0.1)
 
 
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("price_per_hour: true", "price_per_hour"),
+        ("reserve: no", "reserve"),
+        ("global_batch: 12:30:00", "global_batch"),
+    ],
+)
+def test_what_is_no_number_is_not_read_as_one(text: str, field: str, tmp_path: Path) -> None:
+    """YAML 1.1 counts 12:30:00 in sixties, and Python takes true for 1."""
+    with pytest.raises(UsageError, match=field):
+        resolve_job(write(tmp_path / "job.yaml", f"model: Qwen/Qwen3-8B\n{text}\n"), {}, {})
+
+
 def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path: Path) -> None:
     assert load_job_file(write(tmp_path / "job.yaml", "\ufeffmodel: a/b\n")) == {"model": "a/b"}
 
