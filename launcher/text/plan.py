@@ -10,7 +10,7 @@ from launcher.output import block_character, table
 from launcher.text.wrapping import wrapped
 from planner.choice import ZERO
 from planner.machine import BUSY_BYTES
-from planner.units import format_bytes, format_count, format_gib, format_rate, format_seconds
+from planner.units import GIB, format_bytes, format_count, format_gib, format_rate, format_seconds
 
 Json = Mapping[str, Any]
 FLAGS = 28
@@ -213,11 +213,11 @@ def _best(best: Json, job: Json, usable: list[int]) -> str:
     if usable:
         where = "allocated per GPU"
         others = f", {format_gib(memory['reserved_bytes'])} reserved, {format_gib(memory['device_bytes'])} on the card"
-    lines = [
-        "best plan",
-        f"  memory  {format_gib(memory['allocated_bytes'])} GiB {where}"
-        f" ({format_gib(memory['low_bytes'])} to {format_gib(memory['high_bytes'])}){others}  [{memory['evidence']}]",
-    ]
+    size, low, high = (memory[name] for name in ("allocated_bytes", "low_bytes", "high_bytes"))
+    held = f"{format_gib(size)} GiB {where} ({format_gib(low)} to {format_gib(high)})"
+    if high < GIB // 10 and not usable:
+        held = f"{format_bytes(size)} {where} ({format_bytes(low)} to {format_bytes(high)})"
+    lines = ["best plan", f"  memory  {held}{others}  [{memory['evidence']}]"]
     if 0 < len(best["cards"]) < len(usable):
         lines.append(f"  cards   {', '.join(map(str, best['cards']))} of {', '.join(map(str, usable))}")
     if usable:

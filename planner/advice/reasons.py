@@ -9,7 +9,7 @@ from planner.choice import Choice, LossPath
 from planner.memory.model import MemoryEstimate
 from planner.search.search import Candidate, Judge
 from planner.search.shortage import largest_part, shortage
-from planner.units import format_gib
+from planner.units import GIB, format_bytes, format_gib
 
 
 def _without(choice: Choice, default_path: LossPath) -> list[tuple[str, Choice]]:
@@ -54,11 +54,12 @@ def _without(choice: Choice, default_path: LossPath) -> list[tuple[str, Choice]]
 def peak_sentence(memory: MemoryEstimate) -> str:
     """What binds: the peak, its phase and its largest part."""
     name, size = largest_part(memory)
-    place = f" of {format_gib(memory.capacity_bytes)}" if memory.capacity_bytes else ""
-    return (
-        f"peak {format_gib(memory.device_bytes)}{place} GiB in {memory.peak_phase};"
-        f" largest there: {name} {format_gib(size)} GiB"
-    )
+    small, place = memory.device_bytes < GIB // 10, ""
+    if memory.capacity_bytes:
+        place = f" of {format_gib(memory.capacity_bytes)} GiB"
+    peak = format_bytes(memory.device_bytes) if small else format_gib(memory.device_bytes) + ("" if place else " GiB")
+    largest = format_bytes(size) if small else f"{format_gib(size)} GiB"
+    return f"peak {peak}{place} in {memory.peak_phase}; largest there: {name} {largest}"
 
 
 def _pace(candidate: Candidate) -> float:

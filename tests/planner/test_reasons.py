@@ -73,6 +73,8 @@ def test_what_binds() -> None:
     assert peak_sentence(found) == "peak 70.0 of 80.0 GiB in backward; largest there: saved activations 7.0 GiB"
     nowhere = memory(device_bytes=70 * GIB, capacity_bytes=None)
     assert peak_sentence(nowhere).startswith("peak 70.0 GiB in backward")
+    little = memory(device_bytes=12 * 2**20, phases=(Phase("backward", {"weights": 7 * 2**20}),))
+    assert peak_sentence(little) == "peak 12.0 MiB of 80.0 GiB in backward; largest there: weights 7.0 MiB"
 
 
 def reasons(choice: Choice, **job: Any) -> list[str]:
