@@ -368,12 +368,14 @@ class TrlfitApp(RunsApp):
         self.end_aside("")
         self.tell_what_a_probe_changed()
         self._redraw()
+        self.write_what_was_asked()
 
     def on_problem_met(self, message: ProblemMet) -> None:
         """The plans of an older question would contradict the line."""
         if message.asked in (0, self.known.asked):
             self.known.outcome, self.known.status, self.known.problem = None, message.line, message.line
             self.known.edition, self.known.chosen = self.known.edition + 1, 0
+            self._asked_to_write = None
             self.end_aside(message.line)
         self._redraw()
 

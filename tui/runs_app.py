@@ -59,6 +59,8 @@ class RunsApp(App[int]):
         """The plan without what a probe has just found, until there is one with it."""
         self._dropped = threading.Event()
         """Set when the launch that is being checked is not wanted any more."""
+        self._asked_to_write: bool | None = None
+        """Whether to start as well, of what was asked for while planning."""
 
     def notify(self, message: str, **about: Any) -> None:
         """Say something in passing; names in it come from outside."""
@@ -95,6 +97,11 @@ class RunsApp(App[int]):
         if self.known.launching:
             self.notify("a run is being written or checked; 5 shows it, X there drops it")
             return
+        if self.known.status and not self.known.problem:
+            # The plan on the screen is that of the job before the last edit.
+            self._asked_to_write = start
+            self.notify("planning; what would be written is shown with the plan")
+            return
         try:
             text, spec, folder = asked.launch_text(
                 self.known.outcome, self.known.chosen, self.known.candidate, self.known.python, start=start
@@ -123,6 +130,12 @@ class RunsApp(App[int]):
             text = Text(f"{taken}\n\n", "bold") + text
         answers = [("L", f"write and launch{' all the same' if taken else ''}")] if start else [("W", "write")]
         self.push_screen(Question("Launch" if start else "Write", text, answers), answered)
+
+    def write_what_was_asked(self) -> None:
+        """Show what was asked for while the plan was not there yet."""
+        start, self._asked_to_write = self._asked_to_write, None
+        if start is not None and isinstance(self.screen, PlanningScreen):
+            self._ask_to_write(start=start)
 
     def show_run(self, folder: Path) -> None:
         """Go to a run and watch it."""

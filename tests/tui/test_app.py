@@ -424,6 +424,23 @@ async def test_a_launch_on_a_taken_card_is_asked_about(folder: Path) -> None:
         assert not (folder / "runs").exists()
 
 
+async def test_a_launch_in_haste_waits_for_the_plan_of_the_last_edit(folder: Path) -> None:
+    (folder / "rows.jsonl").write_text('{"text": "a"}\n')
+    job = JOB.replace("8xH100-80GB", "cpu").replace("8B", "0.6B") + "data:\n  dataset: rows.jsonl\n"
+    async with session(job=job) as (app, pilot):
+        app.pin("recompute=full")
+        app.launch()
+        assert isinstance(app.screen, PlanningScreen), "the plan on it is of the job before"
+        await wait_for(pilot, lambda: "L or Enter write and launch" in screen_text(app))
+        assert app.known.plan is not None and app.known.plan["best"]["choice"]["recompute"] == "full"
+        await go(pilot, "escape")
+        app.pin("recompute=nonsense")
+        app.launch()
+        await wait_for(pilot, lambda: bool(app.known.problem))
+        await go(pilot)
+        assert isinstance(app.screen, PlanningScreen)
+
+
 async def test_a_launch_needs_data() -> None:
     async with session(job=JOB.replace("8xH100-80GB", "cpu").replace("8B", "0.6B")) as (app, pilot):
         await go(pilot, "L")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -46,11 +47,16 @@ def normal(svg: str) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip()) + "\n"
 
 
-def check(app: TrlfitApp, name: str) -> None:
-    """Hold the screen against its picture."""
+async def check(app: TrlfitApp, pilot: Pilot[int], name: str) -> None:
+    """Hold the screen against its picture, once it has settled: a box knows its scrollbar a moment after its text."""
     path, found = SNAPSHOTS / f"{name}.svg", normal(app.export_screenshot(title=name))
     if os.environ.get(RENEW):
-        path.write_text(found, encoding="utf-8")
+        await pilot.pause(1.0)
+        path.write_text(normal(app.export_screenshot(title=name)), encoding="utf-8")
+    until = time.monotonic() + 10
+    while found != path.read_text(encoding="utf-8") and time.monotonic() < until:
+        await pilot.pause(0.2)
+        found = normal(app.export_screenshot(title=name))
     assert path.stat().st_size < 50_000
     assert found == path.read_text(encoding="utf-8"), f"{path.name} looks different; {RENEW}=1 draws it anew"
 
@@ -77,9 +83,9 @@ async def drawn(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> Async
 async def test_plans_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     async with drawn((80, 24), monkeypatch) as (app, pilot):
         await go(pilot, "down")
-        check(app, "plans")
+        await check(app, pilot, "plans")
         await go(pilot, "question_mark")
-        check(app, "keys")
+        await check(app, pilot, "keys")
 
 
 async def test_goal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +101,7 @@ async def test_goal(monkeypatch: pytest.MonkeyPatch) -> None:
         app.post_message(CardsSampled(samples))
         app.post_message(DataRead(report([*range(50, 850), *range(3900, 4200, 10)])))
         await go(pilot, "1", "down", "down")
-        check(app, "goal")
+        await check(app, pilot, "goal")
 
 
 async def test_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,4 +115,4 @@ async def test_run(monkeypatch: pytest.MonkeyPatch) -> None:
             row = {"event": "step", "step": step, "loss": 3 - step / 4, "step_s": 2.1, "tokens": 8192}
             view.feed(MetricRow(row={**row, "peak_allocated_bytes": [(40 + step) * GIB, 49 * GIB]}))
         await go(pilot, "5")
-        check(app, "run")
+        await check(app, pilot, "run")
