@@ -22,6 +22,11 @@ MAX_DEPTH = 16
 """Levels of mappings and lists in a value that is passed through."""
 
 
+def rows_per_example(trainer: str) -> int:
+    """Rows that one training example makes: chosen and rejected of a preference pair."""
+    return 2 if trainer in PREFERENCE_PAIRS else 1
+
+
 class _Document(BaseModel):
     # Empty defaults are values, which pydantic copies for each document; to call `dict` it parses a signature, 5 ms.
     # Strict: `nodes: true` is a slip, not one node. Numbers with a fraction are not: YAML reads 5e-2 as text.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from planner.architecture import Architecture
 from planner.choice import ZERO, Attention, Choice, LossPath, Method
 from planner.hardware import Hardware
-from planner.job import PREFERENCE_PAIRS, Job
+from planner.job import Job, rows_per_example
 from planner.machine import Machine
 from planner.machine_hardware import cpu_hardware, gpu_hardware
 from planner.memory.coefficients import LayerWork
@@ -113,7 +113,7 @@ def memory_job(job: Job, architecture: Architecture, stack: Stack) -> MemoryJob:
         lora_targets=targets if isinstance(targets, str) else tuple(targets),
         lora_dropout=job.lora.dropout > 0,
         quantization=job.quantization,
-        rows_per_sequence=2 if job.trainer in PREFERENCE_PAIRS else 1,
+        rows_per_sequence=rows_per_example(job.trainer),
         padded=not job.data.packing,
         reference_model=job.trainer in REFERENCE_TRAINERS and job.method == "full" and not precomputes,
         reference_in_loss=job.trainer in ("dpo", "kto") and job.method == "full" and not precomputes,

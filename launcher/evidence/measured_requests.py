@@ -13,7 +13,7 @@ from launcher.run_text.run_spec import RunSpec
 from launcher.run_text.training_script import CLASSES, adapter_settings
 from launcher.run_text.trl_arguments import config_sections, yarn
 from planner.choice import Choice
-from planner.job import PREFERENCE_PAIRS, Job
+from planner.job import Job, rows_per_example
 from planner.machine import BUSY_BYTES, Card, Machine
 from planner.machine_hardware import cards_by_room
 from planner.measured.probes import first_layers, probe_depths
@@ -208,7 +208,7 @@ def job_request(
         arguments.pop(name, None)
     rope = yarn(spec)
     changes = {"rope_parameters": rope, "max_position_embeddings": job.seq_len} if rope is not None else {}
-    pair = 2 if job.trainer in PREFERENCE_PAIRS else 1
+    pair = rows_per_example(job.trainer)
     return {
         "trainer": CLASSES[job.trainer],
         "device": room.device,

@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 
 from planner.choice import LOSS_PATHS, OFFLOAD_TARGETS, RECOMPUTES, SHARDINGS, Attention, Choice, Method, MixedPrecision
 from planner.choice import Weights as WeightsType
-from planner.job import PREFERENCE_PAIRS
+from planner.job import rows_per_example
 from planner.measured.probes import PHASES, probed_choice
 from planner.memory.optimizers import OPTIMIZERS
 
@@ -134,7 +134,7 @@ def _check_job(job: Mapping[str, Any], kind: str) -> None:
     choice = _choice(job.get("choice"))
     if kind != "whole" and probed_choice(choice) != choice:
         raise BadMeasurement("choice is not what one rank runs alone")
-    rows = choice.micro_batch * (2 if job["trainer"] in PREFERENCE_PAIRS else 1)
+    rows = choice.micro_batch * rows_per_example(job["trainer"])
     cells = _rows(job, "cells")
     for index, cell in enumerate(cells):
         for name in ("layers", "sequence"):

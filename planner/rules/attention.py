@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.choice import Choice
-from planner.job import PREFERENCE_PAIRS
+from planner.job import rows_per_example
 from planner.rules.book import refuses, warns
 from planner.rules.context import RuleContext
 from planner.units import format_bytes
@@ -152,7 +152,7 @@ def packing_mask(context: RuleContext, choice: Choice) -> str | None:
 )
 def padding_mask(context: RuleContext, choice: Choice) -> str | None:
     """Padded batches of several rows under sdpa at a long context."""
-    rows = choice.micro_batch * (2 if context.trainer in PREFERENCE_PAIRS else 1)
+    rows = choice.micro_batch * rows_per_example(context.trainer)
     if rows == 1 or choice.attention != "sdpa" or choice.packing or choice.cp > 1:
         return None
     if context.seq_len <= LONG_MASK:

@@ -278,7 +278,9 @@ def test_rates_through_the_command_line(tmp_path: Path) -> None:
     assert said.code == 0, said.err
     assert "never more than" in said.err and "Ctrl-C stops it" in said.err
     document = json.loads(said.out)
-    assert all(found["flops_per_s"] > 0 for found in document["rates"]["products"])
+    # A busy core without bf16 kernels was seen at 1.8e8 in bf16.
+    least = {"float32": 1e8, "bfloat16": 1e6}
+    assert all(found["flops_per_s"] > least[found["dtype"]] for found in document["rates"]["products"])
     assert {found["kind"] for found in document["rates"]["collectives"]} == {"all_gather", "reduce_scatter"}
     after = json.loads(child(plan, cwd=tmp_path, env=env).out)
     assert any(note.startswith("this machine's rates are measured on ") for note in after["notes"])
